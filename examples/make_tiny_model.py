@@ -1,0 +1,462 @@
+#!/usr/bin/env python3
+"""Write a random mixture-of-experts checkpoint that behaves like a language model, in seconds and offline.
+
+The files are those of a stock transformers model (config.json, generation_config.json, safetensors in the
+per-expert checkpoint layout, tokenizer), for Qwen3-MoE, OLMoE and Mixtral. The text means nothing, but the
+statistics that an inference engine meets are lifelike: next-token distributions are peaked, routers spread
+their load unevenly, responses end by eos after lengths with a heavy tail, and a prompt's samples resemble
+each other in length. Norm weights differ from one, so that a forgotten norm shows.
+
+    python examples/make_tiny_model.py --out /tmp/tiny-moe
+    python examples/make_tiny_model.py --out /tmp/small-moe --preset small --dtype bfloat16
+
+presets (further options override single sizes):
+  tiny   hidden 256, 4 layers, 16 experts top-4 of 128, vocabulary 512: 7.2 M parameters, 2.5 M active, 29 MB float32
+  small  hidden 1024, 12 layers, 16 experts top-4 of 512, vocabulary 4096: 342 M parameters, 116 M active, 1.4 GB float32
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NoReturn
+
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": dict(hidden=256, layers=4, experts=16, top_k=4, intermediate=128, heads=8, kv_heads=2, vocab=512),
+    "small": dict(hidden=1024, layers=12, experts=16, top_k=4, intermediate=512, heads=16, kv_heads=4, vocab=4096),
+}
+ARCHS = ("qwen3_moe", "olmoe", "mixtral")
+DTYPES = ("float32", "bfloat16")
+BOS, IM_START, EOS, PAD = range(4)
+SPECIAL_TOKENS = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]  # at the ids above
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class InputError(ValueError):
+    """An option that cannot be honoured; the message is one line that names the option and the remedy."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Everything that determines a checkpoint's bytes; raises InputError when the parts do not fit together."""
+
+    arch: str
+    hidden: int
+    layers: int
+    experts: int
+    top_k: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_position: int
+    dense_layers: tuple[int, ...]
+    tie_word_embeddings: bool
+    clip_qkv: float | None
+    dtype: str
+    seed: int
+    entropy: float
+    mean_tokens: float
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, message: str) -> None:
+            if not condition:
+                raise InputError(message)
+
+        require(self.arch in ARCHS, f"--arch {self.arch}: unknown; choose one of {', '.join(ARCHS)}")
+        require(self.dtype in DTYPES, f"--dtype {self.dtype}: unknown; choose one of {', '.join(DTYPES)}")
+        for name in ("layers", "experts", "top_k", "intermediate", "heads", "kv_heads", "max_position"):
+            require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        require(self.hidden >= 16, f"--hidden {self.hidden}: must be at least 16")
+        require(self.vocab >= 16, f"--vocab {self.vocab}: must be at least 16")
+        require(self.top_k <= self.experts, f"--top-k {self.top_k}: more than --experts {self.experts}")
+        require(
+            self.heads % self.kv_heads == 0,
+            f"--heads {self.heads}: not divisible by --kv-heads {self.kv_heads}",
+        )
+        require(
+            self.head_dim >= 2 and self.head_dim % 2 == 0,
+            f"--head-dim {self.head_dim}: must be even and positive, since rotary embedding turns pairs",
+        )
+        require(
+            self.arch != "olmoe" or self.heads * self.head_dim == self.hidden,
+            f"--head-dim {self.head_dim}: OLMoE needs heads * head_dim = hidden ({self.heads} heads, {self.hidden})",
+        )
+        require(
+            self.arch == "qwen3_moe" or not self.dense_layers,
+            f"--dense-layers: {self.arch} has experts in every layer; use --arch qwen3_moe",
+        )
+        for layer in self.dense_layers:
+            require(0 <= layer < self.layers, f"--dense-layers {layer}: outside 0..{self.layers - 1}")
+        require(
+            self.clip_qkv is None or (self.arch == "olmoe" and self.clip_qkv > 0),
+            f"--clip-qkv {self.clip_qkv}: must be positive, and only olmoe has it",
+        )
+        highest = 0.9 * math.log(self.vocab)
+        require(
+            0.5 <= self.entropy <= highest,
+            f"--entropy {self.entropy}: must lie in 0.5..{highest:.1f} nats for a vocabulary of {self.vocab}",
+        )
+        require(self.mean_tokens >= 2, f"--mean-tokens {self.mean_tokens}: must be at least 2")
+
+
+def make_tiny_model(
+    out: Path,
+    arch: str = "qwen3_moe",
+    *,
+    hidden: int = 256,
+    layers: int = 4,
+    experts: int = 16,
+    top_k: int = 4,
+    intermediate: int = 128,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    vocab: int = 512,
+    seed: int = 0,
+    dtype: str = "float32",
+    tie_word_embeddings: bool = False,
+    dense_layers: tuple[int, ...] = (),
+    clip_qkv: float | None = None,
+    tokenizer: bool = True,
+    max_position: int = 2048,
+    entropy: float = 2.5,
+    mean_tokens: float = 100.0,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a random MoE checkpoint into the new or empty directory `out` and return `out`.
+
+    hidden, intermediate (of one expert), head_dim: elements; head_dim is hidden / heads unless given.
+    vocab: token ids, all of them known to the tokenizer if one is written (then at least 260).
+    dense_layers: layers without experts, whose feed-forward width is top_k * intermediate (qwen3_moe only).
+    clip_qkv: bound on attention's q, k, v elements (olmoe only).
+    entropy: aimed-at mean entropy of the next token at temperature 1, nats.
+    mean_tokens: aimed-at mean response length at temperature 1, tokens.
+    max_shard_size: largest safetensors file, such as "200KB" or "5GB".
+
+    Equal arguments give equal bytes. Either a whole checkpoint appears at `out` or nothing.
+    Raises InputError (a ValueError) for sizes that do not fit together and for an `out` that has content.
+    """
+    if head_dim is None:
+        if heads < 1 or hidden % heads:
+            raise InputError(f"--hidden {hidden}: not divisible by --heads {heads}; give --head-dim")
+        head_dim = hidden // heads
+    sizes = ModelSizes(
+        arch=arch, hidden=hidden, layers=layers, experts=experts, top_k=top_k, intermediate=intermediate,
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=vocab, max_position=max_position,
+        dense_layers=tuple(dense_layers), tie_word_embeddings=tie_word_embeddings, clip_qkv=clip_qkv,
+        dtype=dtype, seed=seed, entropy=entropy, mean_tokens=mean_tokens,
+    )  # fmt: skip
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", max_shard_size):
+        raise InputError(f"--max-shard-size {max_shard_size}: must look like 200KB, 50MB or 5GB")
+    if tokenizer and vocab < 256 + len(SPECIAL_TOKENS):
+        raise InputError(f"--vocab {vocab}: the byte-level tokenizer needs at least {256 + len(SPECIAL_TOKENS)}")
+    with new_directory(out) as partial:
+        model = build_model(sizes)
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        if tokenizer:
+            build_tokenizer(vocab, max_position).save_pretrained(partial)
+    return out
+
+
+@contextlib.contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a directory beside `out` that becomes `out` at the end, or vanishes if the body fails.
+
+    Raises InputError if `out` is not a new or empty directory or cannot be made.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"--out {out}: exists and is not an empty directory; choose another or remove it")
+    partial = out.absolute().with_name(f".{out.absolute().name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be made ({error.strerror})") from error
+    try:
+        yield partial
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def build_config(sizes: ModelSizes) -> Any:
+    """The stock transformers config of `sizes`."""
+    from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+
+    shared: dict[str, Any] = dict(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        num_experts_per_tok=sizes.top_k,
+        max_position_embeddings=sizes.max_position,
+        tie_word_embeddings=sizes.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        dtype=sizes.dtype,
+    )
+    if sizes.arch == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **shared,
+            num_experts=sizes.experts,
+            moe_intermediate_size=sizes.intermediate,
+            intermediate_size=sizes.top_k * sizes.intermediate,
+            head_dim=sizes.head_dim,
+            norm_topk_prob=True,
+            mlp_only_layers=list(sizes.dense_layers),
+        )
+    if sizes.arch == "olmoe":
+        return OlmoeConfig(
+            **shared, num_experts=sizes.experts, intermediate_size=sizes.intermediate, clip_qkv=sizes.clip_qkv
+        )
+    return MixtralConfig(
+        **shared, num_local_experts=sizes.experts, intermediate_size=sizes.intermediate, head_dim=sizes.head_dim
+    )
+
+
+def logit_scale(entropy: float, vocab: int) -> tuple[float, float]:
+    """Standard deviation of Gaussian logits whose softmax has `entropy` nats, and their log partition function.
+
+    Solved on the `vocab` mid-quantiles of a Gaussian, a typical set of logits.
+    """
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / vocab) for i in range(vocab)]
+
+    def partition_and_entropy(scale: float) -> tuple[float, float]:
+        weights = [math.exp(scale * z) for z in quantiles]
+        total = math.fsum(weights)
+        mean_logit = math.fsum(w * scale * z for w, z in zip(weights, quantiles, strict=True)) / total
+        return math.log(total), math.log(total) - mean_logit
+
+    low, high = 0.0, 20.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if partition_and_entropy(middle)[1] > entropy else (low, middle)
+    return high, partition_and_entropy(high)[0]
+
+
+# Three channels of the residual stream carry meaning; everything else in the model is noise.
+ONE = 0  # the same for every token: what the head reads here is a bias
+CLASS = 1  # +1 or -1, the class of the token
+MOOD = 2  # mean class of the context, which one value channel of the first layer's attention gathers
+MARK = 0.2  # strength of ONE and CLASS as a share of the embedding's norm
+CLASS_PULL = 1.2  # nats by which a context of one class favours that class: moods persist, as topics do
+MOOD_PACE = 1.6  # nats by which such a context raises or lowers eos: some prompts have short responses
+EOS_SPREAD = 1.5  # standard deviation of eos's logit, nats, beyond mood
+ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
+ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
+LAYER_GAIN = 0.7  # RMS that attention and experts each add per layer, in units of the embedding's RMS
+
+
+def build_model(sizes: ModelSizes) -> Any:
+    """A transformers model of `sizes` with the weights described at the top of this file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = build_config(sizes)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype)).eval()
+    generator = torch.Generator().manual_seed(sizes.seed)
+    scale, log_partition = logit_scale(sizes.entropy, sizes.vocab)
+    # A tied embedding has the head's scale; all that is added to the residual stream follows it.
+    unit = scale / math.sqrt(sizes.hidden) if sizes.tie_word_embeddings else 1.0
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            *_, module, leaf = ["", *name.removesuffix(".weight").split(".")]
+            if leaf in ("embed_tokens", "lm_head"):
+                continue
+            if "norm" in leaf:
+                value = 1 + 0.1 * normal(*weight.shape)
+                value *= ATTENTION_SPREAD if leaf == "q_norm" else 1.0
+            else:
+                value = normal(*weight.shape) / math.sqrt(weight.shape[-1])
+                if leaf == "q_proj" and sizes.arch == "mixtral":  # no q_norm to set the spread
+                    value *= ATTENTION_SPREAD
+                elif leaf == "gate":
+                    value *= ROUTER_SPREAD
+                elif leaf == "o_proj":
+                    value *= LAYER_GAIN * unit * 1.5  # averaging over the context shrinks the values
+                elif leaf == "down_proj":
+                    # silu(gate) * up of unit Gaussians has RMS 0.6; k experts of weight 1/k add up to 1/sqrt(k).
+                    average = math.sqrt(sizes.top_k) if module == "experts" else 1.0
+                    value *= LAYER_GAIN * unit / 0.6 * average
+                if leaf in ("o_proj", "down_proj"):
+                    value[..., [ONE, CLASS, MOOD], :] = 0
+            weight.copy_(value)
+        residual_rms = math.sqrt(1 + 2 * sizes.layers * LAYER_GAIN**2)
+        mark = MARK * math.sqrt(sizes.hidden)
+        attention = model.model.layers[0].self_attn
+        attention.v_proj.weight[0] = 0
+        attention.v_proj.weight[0, CLASS] = 1 / mark
+        attention.q_proj.weight[: sizes.head_dim] = 0  # head 0 attends to the whole context evenly
+        attention.o_proj.weight[MOOD, 0] = mark * unit
+        token_class = torch.where(torch.rand(sizes.vocab, generator=generator) < 0.5, -1.0, 1.0)
+        bias, mood = residual_rms / mark, residual_rms / mark  # head weights that make one nat
+
+        def token_rows(std: float) -> torch.Tensor:
+            return std * normal(sizes.vocab, sizes.hidden)
+
+        head_rows = token_rows(scale / math.sqrt(sizes.hidden))
+        head_rows[EOS] *= EOS_SPREAD / scale
+        rows = head_rows if sizes.tie_word_embeddings else token_rows(1.0)
+        rows[:, ONE] = mark * unit
+        rows[:, CLASS] = mark * unit * token_class
+        head_rows[:, MOOD] = CLASS_PULL * mood * token_class
+        shared = rows[EOS, ONE].item() * mark / residual_rms if sizes.tie_word_embeddings else 0.0
+        eos_logit = log_partition - math.log(sizes.mean_tokens) - (EOS_SPREAD**2 + 0.8) / 2
+        head_rows[EOS, ONE] = (shared + eos_logit) * bias
+        head_rows[EOS, MOOD] = MOOD_PACE * mood
+        for token in (BOS, IM_START, PAD):  # no trained model generates these
+            head_rows[token, ONE] = (shared - 6) * bias
+        model.get_output_embeddings().weight.copy_(head_rows)
+        if sizes.tie_word_embeddings:
+            # Random signs, or else every token would predict itself.
+            signs = torch.where(torch.rand(sizes.hidden, generator=generator) < 0.5, -1.0, 1.0)
+            signs[[ONE, CLASS, MOOD]] = 1
+            model.model.norm.weight.mul_(signs)
+        else:
+            model.get_input_embeddings().weight.copy_(rows)
+    return model
+
+
+TOKENIZER_TEXT = """\
+What is the capital of France? The capital of France is Paris, a city on the river Seine.
+Write a short story about a lighthouse. Every evening the old keeper climbed the stairs and lit the lamp.
+Explain why the sky is blue. Sunlight is scattered by the air, and blue light is scattered more than red light.
+List three things to pack for a hike: water, a map, and a warm jacket. Then tell your friends where you are going.
+If a train travels 60 kilometres in 45 minutes, how fast is it? 60 / 0.75 = 80, so it is 80 kilometres per hour.
+def add(first, second):
+    return first + second
+for number in range(10):
+    print(number, number * number)
+The model generates one token after another until the end of the response. Some answers are short; others are long.
+There are many ways in which people learn: they read, they listen, they practise, and they make mistakes.
+"""
+
+
+def build_tokenizer(vocab: int, max_position: int) -> Any:
+    """A byte-level BPE tokenizer with exactly `vocab` tokens and a ChatML template.
+
+    Merges are learned from a short text; when that is used up, pairs of known tokens are joined in order.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator([TOKENIZER_TEXT], trainer)
+    learned = json.loads(trained.to_str())["model"]
+    ids: dict[str, int] = learned["vocab"]
+    merges = [(left, right) for left, right in learned["merges"]]
+    endings = [token for token in ids if token.isascii() and token.isalpha()]
+    for left, right in ((left, right) for left in list(ids)[256 + len(SPECIAL_TOKENS) :] for right in endings):
+        if len(ids) == vocab:
+            break
+        if left + right not in ids:
+            ids[left + right] = len(ids)
+            merges.append((left, right))
+    if len(ids) != vocab:
+        raise InputError(f"--vocab {vocab}: the built-in text yields at most {len(ids)} tokens")
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[BOS],
+        eos_token=SPECIAL_TOKENS[EOS],
+        pad_token=SPECIAL_TOKENS[PAD],
+        additional_special_tokens=[SPECIAL_TOKENS[IM_START]],
+        model_max_length=max_position,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def parameter_counts(model: Any) -> tuple[int, int]:
+    """Parameters of a transformers MoE model: all, and those that take part in one token's forward pass."""
+    total = sum(weight.numel() for weight in model.parameters())
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    config = model.config
+    return total, total - experts + experts * config.num_experts_per_tok // config.num_experts
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse with one-line errors: no usage text, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="new or empty directory")
+    parser.add_argument("--arch", default="qwen3_moe", help=f"one of {', '.join(ARCHS)} (default qwen3_moe)")
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes to start from (default tiny)")
+    for name, text in (
+        ("hidden", "hidden size"),
+        ("layers", "layers"),
+        ("experts", "experts per layer"),
+        ("top-k", "experts per token"),
+        ("intermediate", "width of one expert"),
+        ("heads", "query heads"),
+        ("kv-heads", "key-value heads"),
+        ("head-dim", "elements of a head (default hidden / heads)"),
+        ("vocab", "token ids"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    parser.add_argument("--max-position", type=int, default=2048, metavar="N", help="context length (default 2048)")
+    parser.add_argument("--dense-layers", type=int, nargs="+", default=[], metavar="LAYER", help="layers without experts")
+    parser.add_argument("--tie-word-embeddings", action="store_true", help="the head is the embedding")
+    parser.add_argument("--clip-qkv", type=float, metavar="X", help="bound on q, k, v elements (olmoe)")
+    parser.add_argument("--entropy", type=float, default=2.5, metavar="NATS", help="of the next token (default 2.5)")
+    parser.add_argument("--mean-tokens", type=float, default=100, metavar="N", help="response length (default 100)")
+    parser.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)} (default float32)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default 5GB)")
+    parser.add_argument("--no-tokenizer", dest="tokenizer", action="store_false", help="write no tokenizer")
+    parser.add_argument("--seed", type=int, default=0, help="of all randomness (default 0)")
+    options = vars(parser.parse_args(arguments))
+    out, sizes = options["out"], PRESETS[options.pop("preset")]
+    options["dense_layers"] = tuple(options["dense_layers"])
+    started = time.perf_counter()
+    try:
+        make_tiny_model(**(sizes | {name: value for name, value in options.items() if value is not None}))
+    except InputError as error:
+        parser.error(str(error))
+    files = list(out.glob("*.safetensors"))
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
+    seconds = time.perf_counter() - started
+    print(f"wrote {out}: {megabytes:.1f} MB of weights in {len(files)} file(s), {seconds:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

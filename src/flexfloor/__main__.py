@@ -1,0 +1,5 @@
+import sys
+
+from flexfloor.cli import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+"""The commands: thin shells on the Python API."""
+
+from flexfloor.cli.app import main
+
+__all__ = ["main"]

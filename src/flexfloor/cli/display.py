@@ -1,0 +1,122 @@
+"""What a rollout tells its user: plain progress lines on stderr while it runs, tables on stdout at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from flexfloor.world.memory import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flexfloor.ledger.accounting import Summary, WorkerSummary
+    from flexfloor.rollout import RolloutProgress
+
+
+def format_count(count: float) -> str:
+    """1842 → '1 842'."""
+    return f"{count:,.0f}".replace(",", " ")
+
+
+def format_rate(rate: float) -> str:
+    """Like format_count, with a decimal where there are few digits."""
+    return format_count(rate) if rate >= 100 else f"{rate:.1f}"
+
+
+class ProgressLines:
+    """Lines with the seconds since the command began; progress at most about once a second. quiet: none."""
+
+    def __init__(
+        self, quiet: bool = False, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._quiet = quiet
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._begun = clock()
+        self._last = self._begun
+
+    def _print(self, text: str) -> None:
+        self._last = self._clock()
+        if not self._quiet:
+            print(f"{self._last - self._begun:7.1f}s  {text}", file=self._stream, flush=True)
+
+    def phase(self, text: str) -> None:
+        """A step of the way, always shown."""
+        self._print(text)
+
+    def progress(self, state: RolloutProgress) -> None:
+        """Where the rollout is; left out when the last line is less than a second old."""
+        if self._clock() - self._last < 1:
+            return
+        waiting = f"  waiting {format_count(state.waiting)}" if state.waiting else ""
+        self._print(
+            f"iteration {format_count(state.iteration)}  finished {state.finished}/{state.requests}  "
+            f"live {format_count(state.live)}{waiting}  {format_rate(state.tokens_per_s)} tok/s"
+        )
+
+
+def print_summary(summary: Summary, files: Mapping[str, Path], stream: TextIO | None = None) -> None:
+    """The tables of a summary, and where the files are."""
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
+    console.print(_totals(summary))
+    console.print(_workers(summary))
+    width = max(map(len, files))
+    for what, path in files.items():
+        print(f"  {what:<{width}}  {path}", file=stream)
+
+
+def _totals(summary: Summary) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False, title="Rollout", title_justify="left", title_style="bold")
+    table.add_column()
+    table.add_column(justify="right")
+    path = "" if summary.numerics_path == summary.numerics else f" ({summary.numerics_path})"
+    rows = {
+        "policy": summary.policy,
+        "numerics": summary.numerics + path,
+        "requests": format_count(summary.requests),
+        "prompt tokens": format_count(summary.prompt_tokens),
+        "response tokens": format_count(summary.response_tokens),
+        "iterations": format_count(summary.iterations),
+        "preemptions": format_count(summary.preemptions),
+        "wall time": f"{summary.wall_s:.2f} s",
+        "throughput": f"{format_rate(summary.throughput_tok_s)} tok/s",
+        "per occupied worker-second": f"{format_rate(summary.tokens_per_occupied_s_with_regrow)} tokens",
+        "post-finish share": f"{summary.post_finish_share:.1%}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _workers(summary: Summary) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title="Workers", title_justify="left", title_style="bold")
+    for name in ("worker", "requests", "tokens", "finished at", "idle after", "peak KV", "peak memory"):
+        table.add_column(name, justify="right")
+    for worker in summary.workers_detail:
+        table.add_row(*_worker_row(worker))
+    return table
+
+
+def _worker_row(worker: WorkerSummary) -> tuple[str, ...]:
+    return (
+        str(worker.worker),
+        format_count(worker.requests),
+        format_count(worker.tokens),
+        f"{worker.finished_at_s:.2f} s",
+        f"{worker.post_finish_share:.1%}",
+        "" if worker.peak_kv_bytes is None else format_bytes(worker.peak_kv_bytes),
+        "" if worker.peak_memory_bytes is None else format_bytes(worker.peak_memory_bytes),
+    )

@@ -1,0 +1,98 @@
+"""The fleet protocol: what a rollout needs from a set of expert-parallel workers, real or simulated.
+
+A fleet carries out decisions and takes none: which request runs where, when to look again and who leaves are
+decided by the driver. Time inside one `advance` belongs to the fleet; everything else happens between advances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol, Self, runtime_checkable
+
+from flexfloor.errors import InputError
+from flexfloor.progress import (
+    FleetInfo,
+    FleetStatus,
+    ModelShape,
+    Preemption,
+    Progress,
+    RequestProgress,
+    WorkerIterations,
+    WorkerStatus,
+)
+from flexfloor.requests import Request
+
+__all__ = [
+    "Fleet",
+    "FleetInfo",
+    "FleetStatus",
+    "ModelShape",
+    "Preemption",
+    "Progress",
+    "RequestProgress",
+    "WorkerIterations",
+    "WorkerStatus",
+    "load_plugin",
+]
+
+
+@runtime_checkable
+class Fleet(Protocol):
+    """The verbs. Any of them may raise WorkerFailedError, after which the fleet is closed."""
+
+    @property
+    def info(self) -> FleetInfo: ...
+
+    def start(self) -> None:
+        """Begin a rollout: iteration 0, peaks reset, no request left over."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Make requests known; they wait in the driver until assigned. Raises InputError for one that can never fit."""
+
+    def assign(self, assignment: Mapping[int, Sequence[str]]) -> None:
+        """Bind submitted requests to workers: worker → request ids."""
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, waiting or live; they produce nothing more."""
+
+    def advance(self, iterations: int) -> Progress:
+        """Run up to `iterations` on every active worker; fewer when no live request is left anywhere."""
+
+    def move(self, moves: Mapping[str, int]) -> None:
+        """Move live requests with their KV: request id → worker."""
+
+    def resize(self, plan: Any) -> None:
+        """Carry out a resize as one transaction."""
+
+    def regrow(self) -> float:
+        """Bring all workers back and the experts into their training layout. Returns seconds."""
+
+    def load_weights(self, weights: Any) -> None:
+        """Replace the weights. Only while regrown."""
+
+    def status(self) -> FleetStatus: ...
+
+    def close(self) -> None:
+        """End every process. Safe to call twice."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    @staticmethod
+    def launch(model: Any, workers: int = 2, *, kind: str = "engine", **options: Any) -> Fleet:
+        """Start a fleet by the name it registered under the entry point group `flexfloor.fleets`.
+
+        model: checkpoint folder. options: fields of EngineSettings. Raises InputError.
+        """
+        return load_plugin("flexfloor.fleets", kind)(model, workers=workers, **options)
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """The object registered as `name` under an entry point group. Raises InputError naming the choices."""
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        what = group.removeprefix("flexfloor.").rstrip("s")
+        raise InputError(f"{what} {name!r} is not known; there is {', '.join(sorted(found)) or 'none installed'}")
+    return found[name].load()

@@ -1,0 +1,1 @@
+"""Fleets: implementations of the fleet protocol."""

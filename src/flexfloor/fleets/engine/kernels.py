@@ -1,0 +1,234 @@
+"""CPU kernels in float32, row-invariant by construction: a row's arithmetic is one fixed sequence of operations,
+whatever the batch, the place in it, the page numbers or the slot numbers.
+
+One attention kernel serves prefill, chunked prefill, decode and recompute; it reads pages in place.
+One expert kernel serves every slot; it reads weights in place through slot numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexfloor.fleets.engine.jit import exact_kernel, kernel
+
+_ROWS = 4  # rows and columns of one register tile of the matrix product
+_ZERO = np.float32(0)
+
+
+@kernel
+def write_kv(kv, layer, pages, offsets, k, v):
+    """Store new keys and values.
+
+    kv: [pages, layers, 2, kv_heads, page_tokens, head_dim]; pages, offsets: int64 [tokens];
+    k, v: [tokens, kv_heads, head_dim].
+    """
+    for t in range(k.shape[0]):
+        page, offset = pages[t], offsets[t]
+        for h in range(k.shape[1]):
+            for d in range(k.shape[2]):
+                kv[page, layer, 0, h, offset, d] = k[t, h, d]
+                kv[page, layer, 1, h, offset, d] = v[t, h, d]
+
+
+@kernel
+def attend(q, kv, layer, tables, sequence, positions, scale, window, out):
+    """Attention of each token over its own context, pages read in place. Softmax in float32.
+
+    q, out: [tokens, kv_heads, heads per kv head, head_dim]; kv: as in `write_kv`;
+    tables: int64 [sequences, pages]; sequence, positions: int64 [tokens]; window: tokens seen, 0 for all.
+    """
+    tokens, kv_heads, group, dim = q.shape
+    size = kv.shape[4]
+    scores = np.empty((group, tables.shape[1] * size), np.float32)
+    total = np.empty((group, dim), np.float32)
+    for t in range(tokens):
+        table = tables[sequence[t]]
+        end = positions[t] + 1
+        begin = 0 if window == 0 or end <= window else end - window
+        for h in range(kv_heads):
+            for page in range(begin // size, (end + size - 1) // size):
+                keys = kv[table[page], layer, 0, h]
+                for j in range(max(begin - page * size, 0), min(size, end - page * size)):
+                    for g in range(group):
+                        dot = _ZERO
+                        for d in range(dim):
+                            dot += q[t, h, g, d] * keys[j, d]
+                        scores[g, page * size + j] = dot * scale
+            for g in range(group):
+                peak = scores[g, begin]
+                for j in range(begin, end):
+                    peak = max(peak, scores[g, j])
+                for j in range(begin, end):
+                    scores[g, j] = _exp(scores[g, j] - peak)
+                for d in range(dim):
+                    total[g, d] = _ZERO
+            for page in range(begin // size, (end + size - 1) // size):
+                values = kv[table[page], layer, 1, h]
+                for j in range(max(begin - page * size, 0), min(size, end - page * size)):
+                    for g in range(group):
+                        weight = scores[g, page * size + j]
+                        for d in range(dim):
+                            total[g, d] += weight * values[j, d]
+            for g in range(group):
+                norm = _ZERO
+                for j in range(begin, end):
+                    norm += scores[g, j]
+                for d in range(dim):
+                    out[t, h, g, d] = total[g, d] / norm
+
+
+@kernel
+def _exp(x):
+    """e**x for x <= 0, polynomial of Cephes' expf (relative error below 2e-7); unlike libm's it vectorises."""
+    x = max(x, np.float32(-87.0))
+    n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * (np.int32((np.int32(n) + np.int32(127)) << 23)).view(np.float32)  # 2**n by its exponent bits
+
+
+@kernel
+def matmul_rows(x, rows, weight, columns, out, out_rows):
+    """out[out_rows[i]] = weight @ x[rows[i]], tile by tile.
+
+    x: [*, inner]; rows, out_rows: int64 [n]; weight: [columns * inner], row-major; out: [*, columns].
+    Every element is one dot product along `inner`, summed in the same order in each place of a tile; tiles at the
+    border repeat their last row or column instead of taking another path.
+    """
+    inner = x.shape[1]
+    n = len(rows)
+    for c in range(0, columns, 4):
+        c1, c2, c3 = min(c + 1, columns - 1), min(c + 2, columns - 1), min(c + 3, columns - 1)
+        w0 = weight[c * inner : (c + 1) * inner]
+        w1 = weight[c1 * inner : (c1 + 1) * inner]
+        w2 = weight[c2 * inner : (c2 + 1) * inner]
+        w3 = weight[c3 * inner : (c3 + 1) * inner]
+        for i in range(0, n, 4):
+            i1, i2, i3 = min(i + 1, n - 1), min(i + 2, n - 1), min(i + 3, n - 1)
+            x0, x1, x2, x3 = x[rows[i]], x[rows[i1]], x[rows[i2]], x[rows[i3]]
+            a00 = a01 = a02 = a03 = _ZERO
+            a10 = a11 = a12 = a13 = _ZERO
+            a20 = a21 = a22 = a23 = _ZERO
+            a30 = a31 = a32 = a33 = _ZERO
+            for k in range(inner):
+                a00 += x0[k] * w0[k]
+                a01 += x0[k] * w1[k]
+                a02 += x0[k] * w2[k]
+                a03 += x0[k] * w3[k]
+                a10 += x1[k] * w0[k]
+                a11 += x1[k] * w1[k]
+                a12 += x1[k] * w2[k]
+                a13 += x1[k] * w3[k]
+                a20 += x2[k] * w0[k]
+                a21 += x2[k] * w1[k]
+                a22 += x2[k] * w2[k]
+                a23 += x2[k] * w3[k]
+                a30 += x3[k] * w0[k]
+                a31 += x3[k] * w1[k]
+                a32 += x3[k] * w2[k]
+                a33 += x3[k] * w3[k]
+            # Repeated rows and columns write the same value again.
+            o0, o1, o2, o3 = out_rows[i], out_rows[i1], out_rows[i2], out_rows[i3]
+            out[o3, c3], out[o3, c2], out[o3, c1], out[o3, c] = a33, a32, a31, a30
+            out[o2, c3], out[o2, c2], out[o2, c1], out[o2, c] = a23, a22, a21, a20
+            out[o1, c3], out[o1, c2], out[o1, c1], out[o1, c] = a13, a12, a11, a10
+            out[o0, c3], out[o0, c2], out[o0, c1], out[o0, c] = a03, a02, a01, a00
+
+
+@kernel
+def expert_ffn(x, slots, intermediate, pair_rows, pair_out, group_slots, group_ends, out):
+    """SwiGLU feed-forward of (token, expert) pairs grouped by slot: down @ (silu(gate @ x) * (up @ x)).
+
+    x: [tokens, hidden]; slots: [slots, 3 * intermediate * hidden], one expert as gate, up [intermediate, hidden],
+    then down [hidden, intermediate]; pair_rows, pair_out: int64 [pairs], row of x and row of out of each pair;
+    group_slots, group_ends: int64 [groups], slot and end of each run of pairs; out: [*, hidden].
+    """
+    hidden = x.shape[1]
+    begin = 0
+    for g in range(len(group_slots)):
+        end = group_ends[g]
+        weights = slots[group_slots[g]]
+        n = end - begin
+        here = np.arange(n)
+        gate_up = np.empty((n, 2 * intermediate), np.float32)
+        matmul_rows(x, pair_rows[begin:end], weights[: 2 * intermediate * hidden], 2 * intermediate, gate_up, here)
+        active = np.empty((n, intermediate), np.float32)
+        for i in range(n):
+            for j in range(intermediate):
+                gate = gate_up[i, j]
+                # sigmoid through e**-|gate|, which cannot overflow
+                e = _exp(-abs(gate))
+                sigmoid = (np.float32(1.0) if gate >= _ZERO else e) / (np.float32(1.0) + e)
+                active[i, j] = gate * sigmoid * gate_up[i, intermediate + j]
+        matmul_rows(active, here, weights[2 * intermediate * hidden :], hidden, out, pair_out[begin:end])
+        begin = end
+
+
+@exact_kernel
+def group_pairs(experts, slot_of, counts, pair_rows, pair_out, group_slots, group_ends):
+    """List this worker's (token, expert) pairs, grouped by expert.
+
+    experts: int64 [tokens, top_k]; slot_of: int64 [experts], -1 for experts that live elsewhere;
+    counts: int64 [experts], scratch, left with the pairs of each local expert;
+    pair_out numbers the local pairs in (token, k) order. Returns (pairs, groups).
+    """
+    tokens, top_k = experts.shape
+    counts[:] = 0
+    for t in range(tokens):
+        for j in range(top_k):
+            if slot_of[experts[t, j]] >= 0:
+                counts[experts[t, j]] += 1
+    begins = np.empty(len(counts), np.int64)
+    total = groups = 0
+    for expert in range(len(counts)):
+        begins[expert] = total
+        if counts[expert] > 0:
+            total += counts[expert]
+            group_slots[groups] = slot_of[expert]
+            group_ends[groups] = total
+            groups += 1
+    local = 0
+    for t in range(tokens):
+        for j in range(top_k):
+            expert = experts[t, j]
+            if slot_of[expert] >= 0:
+                pair_rows[begins[expert]] = t
+                pair_out[begins[expert]] = local
+                begins[expert] += 1
+                local += 1
+    return total, groups
+
+
+@exact_kernel
+def combine_pairs(results, experts, weights, owner_of, owner_begins, out):
+    """out[t] = sum over k of weights[t, k] * result of (t, k), added in top-k order.
+
+    results: [pairs, hidden], one block an owner, inside a block in (token, k) order; experts: int64 [tokens, top_k];
+    weights: [tokens, top_k]; owner_of: int64 [experts]; owner_begins: int64 [owners], start of each block (overwritten).
+    """
+    tokens, top_k = experts.shape
+    for t in range(tokens):
+        for j in range(top_k):
+            owner = owner_of[experts[t, j]]
+            row = results[owner_begins[owner]]
+            owner_begins[owner] += 1
+            w = weights[t, j]
+            if j == 0:
+                for d in range(out.shape[1]):
+                    out[t, d] = w * row[d]
+            else:
+                for d in range(out.shape[1]):
+                    out[t, d] += w * row[d]
+
+
+@kernel
+def linear_rows(x, weight, out):
+    """out = x @ weight.T with the row-invariant tiles. x: [rows, inner]; weight: [columns, inner]; out: [rows, columns]."""
+    here = np.arange(x.shape[0])
+    matmul_rows(x, here, weight.reshape(weight.size), weight.shape[0], out, here)

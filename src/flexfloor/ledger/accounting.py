@@ -1,0 +1,211 @@
+"""The summary of a rollout, computed from its ledger records and from nothing else.
+
+With W workers, occupied(w) from the start of the rollout to the release of w (to the end if it never left) and
+post_finish(w) the part of it after the last live request of w ended or left:
+
+    O                                  = Σ_w occupied(w)
+    throughput_tok_s                   = response_tokens / wall_s
+    tokens_per_occupied_s              = response_tokens / O
+    tokens_per_occupied_s_with_regrow  = response_tokens / (O + W · regrow_s)
+    post_finish_share                  = Σ_w post_finish(w) / O
+
+The same in iterations instead of seconds is exact and independent of the machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSummary:
+    """One worker over the rollout. Times are seconds since the first request was handed over.
+
+    requests: responses that ended here; tokens: response tokens generated here.
+    finished_at_s: end of the last iteration with a live request, 0 for a worker that never had one.
+    released_at_s: None for a worker that stayed. Peaks are None when the ledger has no end record.
+    """
+
+    worker: int
+    requests: int
+    tokens: int
+    occupied_s: float
+    finished_at_s: float
+    released_at_s: float | None
+    peak_kv_bytes: int | None
+    peak_memory_bytes: int | None
+
+    @property
+    def post_finish_share(self) -> float:
+        return _ratio(max(0.0, self.occupied_s - self.finished_at_s), self.occupied_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`summary.json`. Suffix `_s` is seconds; formulas are in the module's docstring.
+
+    complete: the ledger has its end record. Without one (a killed run) `wall_s` runs to the last chunk, tokens of
+    responses under way count, and what only the end record knows (hashes, peaks) is None.
+    """
+
+    schema: int
+    complete: bool
+    policy: str
+    workers: int
+    requests: int
+    prompt_tokens: int
+    response_tokens: int
+    wall_s: float
+    throughput_tok_s: float
+    occupied_worker_s: float
+    occupied_iterations: int
+    tokens_per_occupied_s: float
+    tokens_per_occupied_s_with_regrow: float
+    post_finish_share: float
+    post_finish_share_iterations: float
+    regrow_s: float
+    iterations: int
+    preemptions: int
+    resizes: tuple[dict[str, Any], ...]
+    workers_detail: tuple[WorkerSummary, ...]
+    responses_sha256: str | None
+    logprobs_sha256: str | None
+    numerics: str
+    numerics_path: str
+    seed: int | None
+    step: int | None
+    model: str
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as the object of `summary.json`."""
+        return asdict(self)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def iteration_ends(chunk: Record) -> list[float]:
+    """Seconds at which each iteration of a chunk ended, one entry an iteration.
+
+    An iteration takes as long as its slowest worker; the iterations are stretched to fill the chunk from `t0` to `t1`,
+    so that the driver's time between two chunks' iterations counts as theirs.
+    """
+    count = chunk["iterations"]
+    slowest = [max((w["seconds"][i] for w in chunk["workers"]), default=0.0) for i in range(count)]
+    if sum(slowest) <= 0:
+        slowest = [1.0] * count
+    total, span = sum(slowest), chunk["t1"] - chunk["t0"]
+    return [chunk["t0"] + span * done / total for done in accumulate(slowest)]
+
+
+@dataclass(slots=True)
+class _LastLive:
+    """The last iteration in which a worker had a live request: when it ended, and how many iterations that makes."""
+
+    t: float = 0.0
+    iterations: int = 0
+
+
+def _last_live(chunks: Sequence[Record], ends_of: Sequence[list[float]], workers: int) -> list[_LastLive]:
+    """For every worker, the end of its local work."""
+    last = [_LastLive() for _ in range(workers)]
+    for chunk, ends in zip(chunks, ends_of, strict=True):
+        for entry in chunk["workers"]:
+            busy = [i for i, live in enumerate(entry["batch"]) if live > 0]
+            if busy:
+                last[entry["worker"]] = _LastLive(ends[busy[-1]], chunk["first_iteration"] + busy[-1] + 1)
+    return last
+
+
+def _last_response(chunks: Sequence[Record], ends_of: Sequence[list[float]]) -> float:
+    """Seconds at which the last response was complete."""
+    times = [
+        ends[f["iteration"] - chunk["first_iteration"]]
+        for chunk, ends in zip(chunks, ends_of, strict=True)
+        for f in chunk["finished"]
+    ]
+    return max(times, default=0.0)
+
+
+def summarize(records: Sequence[Record]) -> Summary:
+    """The summary of the rollout that `records` tell of, as `read_ledger` or `LedgerWriter.records` give them.
+
+    Records of a killed run (no end record) are summed up as far as they go.
+    """
+    start = records[0]
+    chunks = [r for r in records if r["type"] == "chunk"]
+    submits = [r for r in records if r["type"] == "submit"]
+    end = next((r for r in records if r["type"] == "end"), None)
+    fleet, settings = start["fleet"], start["settings"]
+
+    workers = fleet["workers"]
+    ends_of = [iteration_ends(chunk) for chunk in chunks]
+    wall_s = _last_response(chunks, ends_of) if end else max((c["t1"] for c in chunks), default=0.0)
+    iterations = max((c["first_iteration"] + c["iterations"] for c in chunks), default=0)
+    last = _last_live(chunks, ends_of, workers)
+    # Every worker stays to the end: nobody leaves before there is a release record.
+    occupied_s, occupied_iterations = [wall_s] * workers, [iterations] * workers
+    total_s, total_iterations = sum(occupied_s), sum(occupied_iterations)
+    idle_s = sum(max(0.0, o - done.t) for o, done in zip(occupied_s, last, strict=True))
+    idle_iterations = sum(max(0, o - done.iterations) for o, done in zip(occupied_iterations, last, strict=True))
+
+    finished = [f for c in chunks for f in c["finished"]]
+    generated = Counter[int]()
+    for chunk in chunks:
+        for entry in chunk["workers"]:
+            generated[entry["worker"]] += entry["tokens"]
+    response_tokens = sum(f["response_tokens"] for f in finished) if end else sum(c["tokens"] for c in chunks)
+    ended = Counter(f["worker"] for f in finished)
+    closing = {w["worker"]: w for w in end["workers"]} if end else {}
+    regrow_s = end["regrow_s"] if end else 0.0
+
+    return Summary(
+        schema=start["schema"],
+        complete=end is not None,
+        policy=start["policy"],
+        workers=workers,
+        requests=sum(s["requests"] for s in submits),
+        prompt_tokens=sum(s["prompt_tokens"] for s in submits),
+        response_tokens=response_tokens,
+        wall_s=wall_s,
+        throughput_tok_s=_ratio(response_tokens, wall_s),
+        occupied_worker_s=total_s,
+        occupied_iterations=total_iterations,
+        tokens_per_occupied_s=_ratio(response_tokens, total_s),
+        tokens_per_occupied_s_with_regrow=_ratio(response_tokens, total_s + workers * regrow_s),
+        post_finish_share=_ratio(idle_s, total_s),
+        post_finish_share_iterations=_ratio(idle_iterations, total_iterations),
+        regrow_s=regrow_s,
+        iterations=iterations,
+        preemptions=sum(len(c["preemptions"]) for c in chunks),
+        resizes=(),
+        workers_detail=tuple(
+            WorkerSummary(
+                worker=w,
+                requests=ended[w],
+                tokens=generated[w],
+                occupied_s=occupied_s[w],
+                finished_at_s=last[w].t,
+                released_at_s=None,
+                peak_kv_bytes=closing[w]["peak_kv_bytes"] if w in closing else None,
+                peak_memory_bytes=closing[w]["peak_memory_bytes"] if w in closing else None,
+            )
+            for w in range(workers)
+        ),
+        responses_sha256=end["responses_sha256"] if end else None,
+        logprobs_sha256=end["logprobs_sha256"] if end else None,
+        numerics=fleet["numerics"],
+        numerics_path=fleet["numerics_path"],
+        seed=settings.get("seed"),
+        step=settings.get("step"),
+        model=fleet["model"],
+        versions=dict(fleet["versions"]),
+    )

@@ -1,0 +1,153 @@
+"""The records of a ledger file, one JSON object a line, in the order they happen.
+
+start    once: what runs (schema, time, fleet, settings; of these `seed` and `step` go into the summary)
+submit   requests made known: the first ones at t = 0, others while the rollout runs
+assign   requests bound to workers
+chunk    one advance: per-worker arrays with one entry an iteration, responses that ended, preemptions; `tokens` counts
+         what was generated, in all and per worker
+end      once, last: outcome, hashes, the closing status of every worker
+
+Times `t*` are seconds since the first request was handed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from flexfloor.errors import InputError
+from flexfloor.progress import FleetInfo, FleetStatus, Progress
+
+SCHEMA = 1
+"""Version of the records' meaning; a reader refuses a ledger with another one."""
+
+
+def start_record(info: FleetInfo, policy: str, settings: Mapping[str, Any], started_at: str) -> dict[str, Any]:
+    return {"type": "start", "schema": SCHEMA, "started_at": started_at, "policy": policy} | {
+        "fleet": asdict(info),
+        "settings": dict(settings),
+    }
+
+
+def submit_record(t: float, requests: int, prompt_tokens: int) -> dict[str, Any]:
+    return {"type": "submit", "t": t, "requests": requests, "prompt_tokens": prompt_tokens}
+
+
+def assign_record(t: float, iteration: int, assignment: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    return {
+        "type": "assign",
+        "t": t,
+        "iteration": iteration,
+        "workers": {str(w): list(r) for w, r in assignment.items()},
+    }
+
+
+def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """totals: for each request that ended in this chunk, (prompt tokens, response tokens)."""
+    finished = [p for p in progress.requests if p.finish_reason is not None]
+    return {
+        "type": "chunk",
+        "epoch": progress.epoch,
+        "first_iteration": progress.first_iteration,
+        "iterations": progress.iterations,
+        "t0": t0,
+        "t1": t1,
+        "tokens": sum(len(p.tokens) for p in progress.requests),
+        "workers": [
+            {
+                "worker": w.worker,
+                "tokens": sum(len(p.tokens) for p in progress.requests if p.worker == w.worker),
+                "seconds": [round(float(s), 6) for s in w.seconds],
+                **{
+                    name: getattr(w, name).tolist()
+                    for name in ("batch", "prefill_tokens", "kv_tokens", "experts_touched")
+                },
+            }
+            for w in progress.workers
+        ],
+        "finished": [
+            {
+                "request_id": p.request_id,
+                "worker": p.worker,
+                "iteration": p.finish_iteration,
+                "finish_reason": p.finish_reason,
+                "prompt_tokens": totals[p.request_id][0],
+                "response_tokens": totals[p.request_id][1],
+            }
+            for p in finished
+        ],
+        "preemptions": [asdict(p) for p in progress.preemptions],
+    }
+
+
+def end_record(t: float, status: FleetStatus, hashes: tuple[str, str], regrow_s: float) -> dict[str, Any]:
+    return {
+        "type": "end",
+        "t": t,
+        "responses_sha256": hashes[0],
+        "logprobs_sha256": hashes[1],
+        "regrow_s": regrow_s,
+        "workers": [asdict(w) for w in status.workers],
+    }
+
+
+class LedgerWriter:
+    """Writes records to a file at its final name, valid after every line, and keeps them; path None only keeps them."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        if self._file:
+            self._file.write(json.dumps(record, separators=(",", ":"), default=_plain) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not belong into a ledger")
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """All records of a ledger file; a half-written last line (a killed run) is left out.
+
+    Raises InputError naming file and line for anything else that is not a record of this schema.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"{path}: cannot be read as a ledger ({reason})") from None
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break
+            raise InputError(f"{path}: line {number} is not JSON; is this a ledger?") from None
+        if not isinstance(record, dict) or "type" not in record:
+            raise InputError(f"{path}: line {number} is not a ledger record; is this a ledger?")
+        records.append(record)
+    if not records or records[0]["type"] != "start":
+        raise InputError(f"{path}: does not begin with a start record; is this a ledger?")
+    if records[0].get("schema") != SCHEMA:
+        raise InputError(f"{path}: ledger schema {records[0].get('schema')}, this version reads {SCHEMA}")
+    return records

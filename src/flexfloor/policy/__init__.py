@@ -1,0 +1,1 @@
+"""Policy: which request goes where. Knows the fleet by its status only; never imports torch."""

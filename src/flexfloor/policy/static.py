@@ -1,0 +1,55 @@
+"""The static baselines: requests are placed on arrival, on the worker with the fewest in flight; nobody leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flexfloor.errors import InputError
+from flexfloor.progress import FleetStatus
+from flexfloor.requests import Request
+
+
+class Policy(Protocol):
+    """Decides between two advances. name: as reported in ledger and summary."""
+
+    name: str
+
+    def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
+        """Which waiting requests to bind now, in this order: worker → request ids."""
+
+
+class StaticPolicy:
+    """grouped False: siblings of a prompt may go anywhere. grouped True: they go to one worker, together."""
+
+    def __init__(self, grouped: bool) -> None:
+        self.name = "static-grouped" if grouped else "static-spread"
+        self._grouped = grouped
+
+    def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
+        in_flight = {w.worker: w.live_requests for w in status.workers if w.active}
+        assignment: dict[int, list[str]] = {worker: [] for worker in in_flight}
+        home: dict[str, int] = {}
+        for request in queue:
+            group = request.request_id.rpartition("/")[0]
+            worker = home.get(group) if self._grouped else None
+            if worker is None:
+                worker = min(in_flight, key=in_flight.__getitem__)
+                home[group] = worker
+            in_flight[worker] += 1
+            assignment[worker].append(request.request_id)
+        return {worker: names for worker, names in assignment.items() if names}
+
+
+POLICIES = {
+    "static": lambda: StaticPolicy(grouped=False),
+    "static-spread": lambda: StaticPolicy(grouped=False),
+    "static-grouped": lambda: StaticPolicy(grouped=True),
+}
+
+
+def make_policy(name: str) -> Policy:
+    """Raises InputError naming the choices."""
+    if name not in POLICIES:
+        raise InputError(f"policy {name!r} is not known; there is {', '.join(POLICIES)}")
+    return POLICIES[name]()

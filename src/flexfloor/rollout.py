@@ -1,0 +1,260 @@
+"""The rollout: one synchronous generation of a batch of requests. The only place where policy meets mechanism."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexfloor.errors import FlexFloorError, InputError
+from flexfloor.fleet import Fleet, Progress
+from flexfloor.ledger.accounting import Summary, summarize
+from flexfloor.ledger.events import (
+    LedgerWriter,
+    assign_record,
+    chunk_record,
+    end_record,
+    start_record,
+    submit_record,
+)
+from flexfloor.policy.static import make_policy
+from flexfloor.requests import Request, Response, hash_responses
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutProgress:
+    """How far a rollout is. t: seconds; tokens_per_s: response tokens over the time since the last report."""
+
+    t: float
+    iteration: int
+    requests: int
+    finished: int
+    live: int
+    waiting: int
+    response_tokens: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """responses: in the order in which their requests were submitted."""
+
+    responses: list[Response]
+    summary: Summary
+
+
+@dataclass(slots=True)
+class _Partial:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+
+
+class Rollout:
+    """A rollout that takes requests while it runs: `submit` from any thread, `seal` when no more will come.
+
+    Iterate over it to run it; it yields responses as they finish and ends when it is sealed and all are done.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        policy: str = "static",
+        chunk: int = 16,
+        ledger: LedgerWriter | Path | str | None = None,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> None:
+        if chunk < 1:
+            raise InputError(f"chunk is {chunk}; give at least 1 iteration")
+        self._fleet, self._policy, self._chunk = fleet, make_policy(policy), chunk
+        self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(Path(ledger) if ledger else None)
+        self._on_progress = on_progress
+        self._arrived: deque[Request] = deque()
+        self._sealed = False
+        self._changed = threading.Condition()
+        self._requests: dict[str, Request] = {}
+        self._live: dict[str, _Partial] = {}
+        self._responses: dict[str, Response] = {}
+        self._tokens = 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand requests over. Raises InputError for a request id that is known already, or when sealed."""
+        with self._changed:
+            if self._sealed:
+                raise FlexFloorError("the rollout is sealed; it takes no more requests")
+            for request in requests:
+                if request.request_id in self._requests:
+                    raise InputError(f"request {request.request_id} was submitted twice")
+                self._requests[request.request_id] = request
+            self._arrived.extend(requests)
+            self._changed.notify()
+
+    def seal(self) -> None:
+        """No more requests will come: the rollout ends with the last response."""
+        with self._changed:
+            self._sealed = True
+            self._changed.notify()
+
+    def run(self) -> RolloutResult:
+        """Run to the end. Responses come in the order of submission."""
+        for _ in self:
+            pass
+        return RolloutResult([self._responses[name] for name in self._requests], self.summary)
+
+    @property
+    def summary(self) -> Summary:
+        """The account of what has run so far, made from the ledger."""
+        return summarize(self._ledger.records)
+
+    def __iter__(self) -> Iterator[Response]:
+        fleet = self._fleet
+        fleet.start()
+        self._begin()
+        queue: list[Request] = []
+        try:
+            while self._await_work(queue):
+                assignment = self._policy.admit(queue, fleet.status()) if queue else {}
+                if assignment:
+                    fleet.assign(assignment)
+                    queue = self._bind(queue, assignment)
+                begin = self._now
+                progress = fleet.advance(self._chunk)
+                yield from self._record(progress, begin, waiting=len(queue))
+            self._end(fleet.regrow())
+        finally:
+            self._ledger.close()
+
+    def _begin(self) -> None:
+        settings = {"chunk": self._chunk} | self._sampling()
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._ledger.write(start_record(self._fleet.info, self._policy.name, settings, started_at))
+        self._origin = self._reported_at = time.monotonic()
+        self._reported_tokens = 0
+        self._finished_at = 0.0
+
+    def _sampling(self) -> dict[str, Any]:
+        """seed and step, where all requests known so far agree on them."""
+        shared = {(r.sampling.seed, r.sampling.step) for r in self._requests.values()}
+        seed, step = shared.pop() if len(shared) == 1 else (None, None)
+        return {"seed": seed, "step": step}
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._origin
+
+    def _await_work(self, queue: list[Request]) -> bool:
+        """Take in what has arrived; block while nothing is live. False when sealed and done."""
+        with self._changed:
+            while not (self._arrived or queue or self._live or self._sealed):
+                # A limit, so that Ctrl-C is seen while nothing happens.
+                self._changed.wait(0.2)
+            fresh = list(self._arrived)
+            self._arrived.clear()
+        if fresh:
+            self._fleet.submit(fresh)
+            queue += fresh
+            self._ledger.write(submit_record(self._now, len(fresh), sum(len(r.prompt_tokens) for r in fresh)))
+        return bool(queue or self._live)
+
+    def _bind(self, queue: list[Request], assignment: dict[int, list[str]]) -> list[Request]:
+        """Note what was assigned; returns the requests that still wait."""
+        bound = {name for names in assignment.values() for name in names}
+        self._live |= {name: _Partial() for name in bound}
+        self._ledger.write(assign_record(self._now, self._fleet.status().iteration, assignment))
+        return [r for r in queue if r.request_id not in bound]
+
+    def _record(self, progress: Progress, t0: float, waiting: int) -> list[Response]:
+        """Account for an advance; returns the responses that ended in it."""
+        t1 = self._now
+        finished: list[Response] = []
+        for part in progress.requests:
+            partial = self._live[part.request_id]
+            partial.tokens.extend(part.tokens)
+            partial.logprobs.append(part.logprobs)
+            self._tokens += len(part.tokens)
+            if part.finish_reason is not None:
+                request = self._requests[part.request_id]
+                del self._live[part.request_id]
+                finished.append(
+                    Response(
+                        request.request_id,
+                        request.prompt_key,
+                        request.sample,
+                        len(request.prompt_tokens),
+                        partial.tokens,
+                        np.concatenate(partial.logprobs),
+                        part.finish_reason,
+                    )
+                )
+        self._responses |= {r.request_id: r for r in finished}
+        totals = {r.request_id: (r.prompt_tokens, len(r.tokens)) for r in finished}
+        self._ledger.write(chunk_record(progress, t0, t1, totals))
+        if finished:
+            self._finished_at = t1
+        if self._on_progress:
+            self._on_progress(self._progress(progress, t1, waiting))
+        return finished
+
+    def _progress(self, progress: Progress, t: float, waiting: int) -> RolloutProgress:
+        seconds = max(t - self._reported_at, 1e-9)
+        rate = (self._tokens - self._reported_tokens) / seconds
+        self._reported_at, self._reported_tokens = t, self._tokens
+        return RolloutProgress(
+            t=t,
+            iteration=progress.first_iteration + progress.iterations,
+            requests=len(self._requests),
+            finished=len(self._responses),
+            live=len(self._live),
+            waiting=waiting,
+            response_tokens=self._tokens,
+            tokens_per_s=rate,
+        )
+
+    def _end(self, regrow_s: float) -> None:
+        hashes = hash_responses(self._responses.values())
+        self._ledger.write(end_record(self._finished_at, self._fleet.status(), hashes, regrow_s))
+
+
+def rollout(
+    fleet: Fleet,
+    requests: Sequence[Request],
+    *,
+    policy: str = "static",
+    order: str = "arrival",
+    chunk: int = 16,
+    ledger: LedgerWriter | Path | str | None = None,
+    on_progress: Callable[[RolloutProgress], None] | None = None,
+) -> RolloutResult:
+    """Generate a response to each request and account for the workers' time.
+
+    policy: a name of `flexfloor.policy`. order: `arrival` or `shuffle:SEED`, the order in which the requests reach the
+    policy; responses come back in the order given. chunk: iterations between two looks of the driver.
+    ledger: file to write. Raises InputError before anything runs for a request that cannot fit.
+    """
+    if not requests:
+        raise InputError("there are no requests; give at least one prompt")
+    run = Rollout(fleet, policy=policy, chunk=chunk, ledger=ledger, on_progress=on_progress)
+    run.submit(shuffle(requests, order))
+    run.seal()
+    by_id = {r.request_id: r for r in run.run().responses}
+    return RolloutResult([by_id[r.request_id] for r in requests], run.summary)
+
+
+def shuffle(requests: Sequence[Request], order: str) -> list[Request]:
+    """The requests in the order `arrival` or `shuffle:SEED` names. Raises InputError."""
+    found = re.fullmatch(r"arrival|shuffle(?::(\d+))?", order)
+    if not found:
+        raise InputError(f"order {order!r} is not known; give 'arrival' or 'shuffle:SEED'")
+    ordered = list(requests)
+    if order != "arrival":
+        random.Random(int(found[1] or 0)).shuffle(ordered)
+    return ordered

@@ -1,0 +1,138 @@
+"""Settings under one name everywhere: command line, TOML, trainer options. Units stand in the field names or docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from flexfloor.errors import InputError
+
+if TYPE_CHECKING:  # numpy comes with it; options and help texts do without
+    from flexfloor.requests import SamplingParams
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: Any) -> Any:
+    """'2GiB', '512MiB', '1.5GB' or a number → bytes. Other types pass through for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", value, re.IGNORECASE)
+    if not found or found[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write it like 2GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+MISSING = "is missing"
+
+
+def explain(error: ValidationError) -> tuple[tuple[str, ...], str]:
+    """pydantic's report as one line: (path of the first field at fault, what is wrong with it)."""
+    first = error.errors()[0]
+    field = tuple(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return field, MISSING
+    if first["type"] == "extra_forbidden":
+        return field, "is not a setting"
+    message = first["msg"].removeprefix("Value error, ")
+    return field, f"{message[0].lower() + message[1:]}, got {first['input']!r}"
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def parse(cls, **values: Any) -> Self:
+        """Like the constructor, with pydantic's report turned into one line.
+
+        Raises InputError naming the first field at fault.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            field, message = explain(error)
+            raise InputError(f"{'.'.join(field) or 'settings'}: {message}") from None
+
+
+class EngineSettings(Settings):
+    """What a fleet of worker processes is made of."""
+
+    worker_memory: Bytes = Field(2 * 2**30, gt=0, description="dense weights + arena + activation reserve, per worker")
+    threads_per_worker: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu (Gloo) or cuda (NCCL, one worker per GPU)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as in the checkpoint")
+    numerics: Literal["auto", "bitwise", "fast"] = Field(
+        "auto", description="bitwise: tokens do not depend on batch, workers or preemption; auto: bitwise on cpu"
+    )
+    worker_timeout: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a worker is failed")
+    launcher: str = Field("local", description="how worker processes are started")
+    page_tokens: int = Field(16, ge=1, le=256, description="tokens of one KV page")
+    max_batch: int = Field(256, ge=1, description="most live requests on one worker")
+    prefill_tokens: int = Field(512, ge=1, description="most prompt tokens a worker computes in one iteration")
+
+    @property
+    def resolved_numerics(self) -> Literal["bitwise", "fast"]:
+        if self.numerics == "auto":
+            return "bitwise" if self.device == "cpu" else "fast"
+        return self.numerics
+
+
+class SamplingSettings(Settings):
+    samples: int = Field(1, ge=1, description="responses per prompt")
+    max_tokens: int = Field(128, ge=1, description="most tokens of a response")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
+    stop: tuple[str, ...] = Field((), description="strings that end a response")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of the sampling")
+    step: int = Field(0, ge=0, lt=2**63, description="training step; changes the random numbers like the seed does")
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not s for s in stop):
+            raise ValueError("a stop string must not be empty")
+        return stop
+
+    def to_params(self) -> SamplingParams:
+        from flexfloor.requests import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            seed=self.seed,
+            step=self.step,
+        )
+
+
+class RolloutSettings(Settings):
+    """Everything `flexfloor rollout` takes."""
+
+    model: Path = Field(description="folder of a Hugging Face mixture-of-experts checkpoint")
+    prompts: Path = Field(description="JSONL or Parquet with prompt or prompt_tokens, optional uid and max_tokens")
+    out: Path = Field(description="responses, one JSON object a line in input order")
+    summary: Path | None = Field(None, description="what the rollout took; next to --out as summary.json if not given")
+    ledger: Path | None = Field(None, description="record of the run; next to --out as ledger.jsonl if not given")
+    workers: int = Field(2, ge=1, description="expert-parallel worker processes")
+    policy: str = Field("static", description="how requests are placed")
+    order: str = Field("arrival", description="arrival, or shuffle:SEED")
+    chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
+    quiet: bool = Field(False, description="no progress lines")
+    sampling: SamplingSettings = SamplingSettings()
+    engine: EngineSettings = EngineSettings()
+
+    @field_validator("order")
+    @classmethod
+    def _known_order(cls, order: str) -> str:
+        if order != "arrival" and not re.fullmatch(r"shuffle(:\d+)?", order):
+            raise ValueError("order must be 'arrival' or 'shuffle:SEED'")
+        return order

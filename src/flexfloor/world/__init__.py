@@ -1,0 +1,1 @@
+"""Models of the world that policy plans with: placement of experts, memory. Pure, without torch."""
