@@ -252,14 +252,22 @@ def logit_scale(entropy: float, vocab: int) -> tuple[float, float]:
     return high, partition_and_entropy(high)[0]
 
 
+def mixing_gain(sizes: ModelSizes) -> float:
+    """RMS of the routing-weighted sum of independent unit expert outputs, for a typical set of router logits."""
+    weights = [math.exp(ROUTER_SPREAD * NormalDist().inv_cdf((i + 0.5) / sizes.experts)) for i in range(sizes.experts)]
+    chosen = weights[-sizes.top_k :]
+    # Qwen3-MoE and Mixtral renormalise the weights of the chosen experts, OLMoE does not.
+    return math.sqrt(math.fsum(w * w for w in chosen)) / math.fsum(weights if sizes.arch == "olmoe" else chosen)
+
+
 # Three channels of the residual stream carry meaning; everything else in the model is noise.
 ONE = 0  # the same for every token: what the head reads here is a bias
 CLASS = 1  # +1 or -1, the class of the token
 MOOD = 2  # mean class of the context, which one value channel of the first layer's attention gathers
 MARK = 0.2  # strength of ONE and CLASS as a share of the embedding's norm
-CLASS_PULL = 1.2  # nats by which a context of one class favours that class: moods persist, as topics do
-MOOD_PACE = 1.6  # nats by which such a context raises or lowers eos: some prompts have short responses
-EOS_SPREAD = 1.5  # standard deviation of eos's logit, nats, beyond mood
+MOOD_PACE = 3.0  # nats by which a context of one class would raise or lower eos: some prompts have short responses
+EOS_SPREAD = 0.7  # standard deviation of eos's logit, nats, beyond mood
+EOS_HASTE = 1.4  # nats by which those two make responses end earlier than eos's mean logit says, measured
 ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
 ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
 LAYER_GAIN = 0.7  # RMS that attention and experts each add per layer, in units of the embedding's RMS
@@ -274,6 +282,7 @@ def build_model(sizes: ModelSizes) -> Any:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype)).eval()
     generator = torch.Generator().manual_seed(sizes.seed)
     scale, log_partition = logit_scale(sizes.entropy, sizes.vocab)
+    mixing = mixing_gain(sizes)
     # A tied embedding has the head's scale; all that is added to the residual stream follows it.
     unit = scale / math.sqrt(sizes.hidden) if sizes.tie_word_embeddings else 1.0
 
@@ -297,9 +306,8 @@ def build_model(sizes: ModelSizes) -> Any:
                 elif leaf == "o_proj":
                     value *= LAYER_GAIN * unit * 1.5  # averaging over the context shrinks the values
                 elif leaf == "down_proj":
-                    # silu(gate) * up of unit Gaussians has RMS 0.6; k experts of weight 1/k add up to 1/sqrt(k).
-                    average = math.sqrt(sizes.top_k) if module == "experts" else 1.0
-                    value *= LAYER_GAIN * unit / 0.6 * average
+                    # silu(gate) * up of unit Gaussians has RMS 0.6.
+                    value *= LAYER_GAIN * unit / 0.6 / (mixing if module == "experts" else 1.0)
                 if leaf in ("o_proj", "down_proj"):
                     value[..., [ONE, CLASS, MOOD], :] = 0
             weight.copy_(value)
@@ -321,9 +329,8 @@ def build_model(sizes: ModelSizes) -> Any:
         rows = head_rows if sizes.tie_word_embeddings else token_rows(1.0)
         rows[:, ONE] = mark * unit
         rows[:, CLASS] = mark * unit * token_class
-        head_rows[:, MOOD] = CLASS_PULL * mood * token_class
         shared = rows[EOS, ONE].item() * mark / residual_rms if sizes.tie_word_embeddings else 0.0
-        eos_logit = log_partition - math.log(sizes.mean_tokens) - (EOS_SPREAD**2 + 0.8) / 2
+        eos_logit = log_partition - math.log(sizes.mean_tokens) - EOS_HASTE
         head_rows[EOS, ONE] = (shared + eos_logit) * bias
         head_rows[EOS, MOOD] = MOOD_PACE * mood
         for token in (BOS, IM_START, PAD):  # no trained model generates these

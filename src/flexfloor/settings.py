@@ -72,7 +72,7 @@ class EngineSettings(Settings):
     )
     worker_timeout: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a worker is failed")
     launcher: str = Field("local", description="how worker processes are started")
-    page_tokens: int = Field(16, ge=1, le=256, description="tokens of one KV page")
+    page_tokens: int = Field(16, ge=4, le=256, multiple_of=4, description="tokens of one KV page")
     max_batch: int = Field(256, ge=1, description="most live requests on one worker")
     prefill_tokens: int = Field(512, ge=1, description="most prompt tokens a worker computes in one iteration")
 

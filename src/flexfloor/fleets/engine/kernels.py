@@ -11,7 +11,6 @@ import numpy as np
 
 from flexfloor.fleets.engine.jit import exact_kernel, kernel
 
-_ROWS = 4  # rows and columns of one register tile of the matrix product
 _ZERO = np.float32(0)
 
 
@@ -34,8 +33,8 @@ def write_kv(kv, layer, pages, offsets, k, v):
 def attend(q, kv, layer, tables, sequence, positions, scale, window, out):
     """Attention of each token over its own context, pages read in place. Softmax in float32.
 
-    q, out: [tokens, kv_heads, heads per kv head, head_dim]; kv: as in `write_kv`;
-    tables: int64 [sequences, pages]; sequence, positions: int64 [tokens]; window: tokens seen, 0 for all.
+    q, out: [tokens, kv_heads, heads per kv head, head_dim]; kv: as in `write_kv`, page_tokens a multiple of 4;
+    tables: int64 [sequences, pages]; sequence, positions: int64 [tokens]; window: most recent tokens seen, 0 for all.
     """
     tokens, kv_heads, group, dim = q.shape
     size = kv.shape[4]
@@ -45,36 +44,59 @@ def attend(q, kv, layer, tables, sequence, positions, scale, window, out):
         table = tables[sequence[t]]
         end = positions[t] + 1
         begin = 0 if window == 0 or end <= window else end - window
+        first, last = begin // size, (end + size - 1) // size
         for h in range(kv_heads):
-            for page in range(begin // size, (end + size - 1) // size):
+            for page in range(first, last):
+                # Whole pages, whatever lies beyond the context: only scores in [begin, end) are looked at.
                 keys = kv[table[page], layer, 0, h]
-                for j in range(max(begin - page * size, 0), min(size, end - page * size)):
+                for j in range(0, size, 4):
+                    k0, k1, k2, k3 = keys[j], keys[j + 1], keys[j + 2], keys[j + 3]
                     for g in range(group):
-                        dot = _ZERO
+                        x = q[t, h, g]
+                        a0 = a1 = a2 = a3 = _ZERO
                         for d in range(dim):
-                            dot += q[t, h, g, d] * keys[j, d]
-                        scores[g, page * size + j] = dot * scale
+                            a0 += x[d] * k0[d]
+                            a1 += x[d] * k1[d]
+                            a2 += x[d] * k2[d]
+                            a3 += x[d] * k3[d]
+                        at = page * size + j
+                        scores[g, at], scores[g, at + 1] = a0 * scale, a1 * scale
+                        scores[g, at + 2], scores[g, at + 3] = a2 * scale, a3 * scale
             for g in range(group):
-                peak = scores[g, begin]
+                row = scores[g]
+                peak = row[begin]
                 for j in range(begin, end):
-                    peak = max(peak, scores[g, j])
-                for j in range(begin, end):
-                    scores[g, j] = _exp(scores[g, j] - peak)
-                for d in range(dim):
-                    total[g, d] = _ZERO
-            for page in range(begin // size, (end + size - 1) // size):
-                values = kv[table[page], layer, 1, h]
-                for j in range(max(begin - page * size, 0), min(size, end - page * size)):
-                    for g in range(group):
-                        weight = scores[g, page * size + j]
-                        for d in range(dim):
-                            total[g, d] += weight * values[j, d]
-            for g in range(group):
+                    peak = max(peak, row[j])
                 norm = _ZERO
                 for j in range(begin, end):
-                    norm += scores[g, j]
+                    e = _exp(row[j] - peak)
+                    row[j] = e
+                    norm += e
+                inverse = np.float32(1.0) / norm
+                for j in range(begin, end):
+                    row[j] *= inverse
                 for d in range(dim):
-                    out[t, h, g, d] = total[g, d] / norm
+                    total[g, d] = _ZERO
+            for page in range(first, last):
+                values = kv[table[page], layer, 1, h]
+                low, high = max(begin - page * size, 0), min(size, end - page * size)
+                if low == 0 and high == size:
+                    for j in range(0, size, 4):
+                        v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
+                        at = page * size + j
+                        for g in range(group):
+                            w0, w1, w2, w3 = scores[g, at], scores[g, at + 1], scores[g, at + 2], scores[g, at + 3]
+                            for d in range(dim):
+                                total[g, d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
+                else:
+                    for j in range(low, high):
+                        for g in range(group):
+                            weight = scores[g, page * size + j]
+                            for d in range(dim):
+                                total[g, d] += weight * values[j, d]
+            for g in range(group):
+                for d in range(dim):
+                    out[t, h, g, d] = total[g, d]
 
 
 @kernel
