@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,10 +19,12 @@ from flexfloor.cli.options import NAMES, TABLES, flag, load_settings
 from flexfloor.cli.rollout import output_files
 from flexfloor.cli.signals import Stopped, stoppable
 from flexfloor.errors import InputError
-from flexfloor.ledger.accounting import summarize
+from flexfloor.ledger.accounting import WorkerSummary, summarize
+from flexfloor.rollout import RolloutProgress
 from flexfloor.settings import RolloutSettings
 
 REPOSITORY = Path(__file__).parents[1]
+FLEET = {"workers": 1, "numerics": "bitwise", "numerics_path": "cbwr", "model": "tiny", "versions": {}}
 NEEDED = {"model": Path("m"), "prompts": Path("p.jsonl"), "out": Path("runs/a/responses.jsonl")}
 
 
@@ -125,7 +127,7 @@ def test_option_errors_are_one_line(capsys: pytest.CaptureFixture[str], argument
 @pytest.mark.parametrize("name", REFUSED_VALUES)
 def test_values_out_of_range_name_the_option(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str):
     value, told = REFUSED_VALUES[name]
-    needed = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "r.jsonl"]
+    needed = f"--model {tmp_path} --prompts {tmp_path}/p.jsonl --out {tmp_path}/r.jsonl".split()
     assert told in refusal(capsys, "rollout", *needed, f"--{name}={value}")
     assert list(tmp_path.iterdir()) == []
 
@@ -236,10 +238,19 @@ def test_bad_input_is_refused_and_leaves_nothing(
 def test_progress_comes_about_once_a_second_and_quiet_is_quiet(capsys: pytest.CaptureFixture[str]):
     now = [0.0]
     show = ProgressLines(stream=sys.stderr, clock=lambda: now[0])
-    state = SimpleNamespace(t=1.0, iteration=1240, requests=64, finished=31, live=33, waiting=0, tokens_per_s=1842.4)
+    state = RolloutProgress(
+        t=1.0,
+        iteration=1240,
+        requests=64,
+        finished=31,
+        live=33,
+        waiting=0,
+        response_tokens=1842,
+        tokens_per_s=9.0,
+    )
     show.phase("loading")
     for now[0] in (0.5, 1.2, 1.9, 2.1, 2.3):
-        show.progress(state)  # type: ignore[arg-type]
+        show.progress(state)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["0.0s", "1.2s", "2.3s"]
     assert lines[1] == "    1.2s  iteration 1 240  finished 31/64  live 33  1 842 tok/s"
@@ -250,25 +261,31 @@ def test_progress_comes_about_once_a_second_and_quiet_is_quiet(capsys: pytest.Ca
 
 
 def test_the_summary_is_shown_with_every_worker(capsys: pytest.CaptureFixture[str]):
-    from test_accounting import hand_written
-
-    print_summary(summarize(hand_written()), {"responses": Path("a/" + "long" * 40), "summary": Path("b")})
+    worker = WorkerSummary(0, 1, 8, 16.0, 6.0, None, peak_kv_bytes=2048, peak_memory_bytes=None)
+    start = {"type": "start", "schema": 1, "policy": "static", "settings": {}, "fleet": FLEET}
+    summary = replace(summarize([start]), workers_detail=(worker,), throughput_tok_s=0.5, post_finish_share=0.542)
+    print_summary(summary, {"responses": Path("a/" + "long" * 40), "summary": Path("b")})
     out = capsys.readouterr().out
-    for told in ("bitwise (cbwr)", "0.50", "54.2%", "62.5%", "a/" + "long" * 40):
+    for told in ("bitwise (cbwr)", "0.5 tok/s", "54.2%", "62.5%", "a/" + "long" * 40):
         assert told in out, out
 
 
 def test_signals_become_one_exception_and_the_second_does_not_disturb_the_way_out():
     before = signal.getsignal(signal.SIGTERM)
     reached = []
-    with pytest.raises(Stopped) as caught, stoppable():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-        finally:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-            reached.append("end of clean-up")
+
+    def work() -> None:
+        with stoppable():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+                reached.append("end of clean-up")
+
+    with pytest.raises(Stopped) as caught:
+        work()
     assert reached == ["end of clean-up"]
     assert (caught.value.exit_code, caught.value.word) == (143, "terminated")
     assert signal.getsignal(signal.SIGTERM) is before

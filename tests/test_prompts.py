@@ -187,6 +187,13 @@ def test_text_needs_a_tokenizer_that_belongs_to_the_model(tmp_path: Path, tokeni
         read_prompts(path, tokenizer, vocab_size=2)
 
 
+def test_a_prompt_must_leave_room_in_the_context(tmp_path: Path):
+    path = write(tmp_path / "prompts.jsonl", {"prompt_tokens": [1]}, {"prompt_tokens": [1, 2]})
+    assert len(read_prompts(path, None, max_context=3)) == 2
+    with pytest.raises(InputError, match="line 2: prompt has 2 tokens, which leaves no room in the model's context"):
+        read_prompts(path, None, max_context=2)
+
+
 def test_chat_needs_a_template(tmp_path: Path, model: Path):
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None

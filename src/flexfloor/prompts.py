@@ -43,16 +43,19 @@ def load_tokenizer(model: Path) -> Any | None:
         ) from None
 
 
-def read_prompts(path: Path, tokenizer: Any | None, *, vocab_size: int | None = None) -> list[Prompt]:
+def read_prompts(
+    path: Path, tokenizer: Any | None, *, vocab_size: int | None = None, max_context: int | None = None
+) -> list[Prompt]:
     """The prompts of a file, in its order. Parquet by the suffix `.parquet`, anything else one JSON object a line.
 
-    tokenizer: a transformers tokenizer; None allows `prompt_tokens` only. vocab_size: of the model, to check token ids.
+    tokenizer: a transformers tokenizer; None allows `prompt_tokens` only. vocab_size, max_context (tokens): of the
+    model, to check the prompts against.
     Raises InputError naming file, line or row, field and remedy.
     """
     if path.is_dir():
         raise InputError(f"{path}: prompts is a folder; name a JSONL or Parquet file")
     rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path)
-    prompts = [_to_prompt(where, row, tokenizer, vocab_size) for where, row in rows]
+    prompts = [_to_prompt(where, row, tokenizer, vocab_size, max_context) for where, row in rows]
     if not prompts:
         raise InputError(f"{path}: holds no prompts; give at least one row")
     return prompts
@@ -97,7 +100,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{path}: prompts cannot be read as Parquet ({reason})") from None
 
 
-def _to_prompt(where: str, row: Any, tokenizer: Any | None, vocab_size: int | None) -> Prompt:
+def _to_prompt(where: str, row: Any, tokenizer: Any | None, vocab_size: int | None, max_context: int | None) -> Prompt:
     if not isinstance(row, dict):
         raise InputError(f'{where} is not an object; write it like {{"prompt": "…"}}')
     prompt, tokens = row.get("prompt"), row.get("prompt_tokens")
@@ -115,6 +118,11 @@ def _to_prompt(where: str, row: Any, tokenizer: Any | None, vocab_size: int | No
         raise InputError(
             f"{where}: token id {max(ids)} is outside the model's vocabulary of {vocab_size}; "
             + ("use the tokenizer that belongs to the model" if tokens is None else "give ids below it")
+        )
+    if max_context is not None and len(ids) >= max_context:
+        raise InputError(
+            f"{where}: prompt has {len(ids)} tokens, which leaves no room in the model's context of {max_context}; "
+            "shorten it"
         )
     return Prompt(
         ids, key=_check_uid(where, row.get("uid")), max_tokens=_check_max_tokens(where, row.get("max_tokens"))

@@ -38,6 +38,7 @@ class ProgressLines:
         self._clock = clock
         self._begun = clock()
         self._last = self._begun
+        self._shown = (0.0, 0)  # time and response tokens of the last progress line
 
     def _print(self, text: str) -> None:
         self._last = self._clock()
@@ -49,13 +50,16 @@ class ProgressLines:
         self._print(text)
 
     def progress(self, state: RolloutProgress) -> None:
-        """Where the rollout is; left out when the last line is less than a second old."""
+        """Where the rollout is, with the rate since the last such line; none when a line is less than a second old."""
         if self._clock() - self._last < 1:
             return
+        t, tokens = self._shown
+        rate = (state.response_tokens - tokens) / max(state.t - t, 1e-3)
+        self._shown = (state.t, state.response_tokens)
         waiting = f"  waiting {format_count(state.waiting)}" if state.waiting else ""
         self._print(
             f"iteration {format_count(state.iteration)}  finished {state.finished}/{state.requests}  "
-            f"live {format_count(state.live)}{waiting}  {format_rate(state.tokens_per_s)} tok/s"
+            f"live {format_count(state.live)}{waiting}  {format_rate(rate)} tok/s"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from flexfloor.cli.display import ProgressLines, print_summary
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
+from flexfloor.policy.static import make_policy
 from flexfloor.prompts import load_tokenizer, read_prompts
 from flexfloor.requests import make_requests
 from flexfloor.settings import RolloutSettings
@@ -25,7 +26,8 @@ def run_rollout(settings: RolloutSettings) -> int:
         {"--prompts": settings.prompts, "--model": settings.model},
     )
 
-    show.phase("reading prompts")
+    make_policy(settings.policy)  # refuses an unknown name before a worker is started
+    show.phase("reading model and prompts")
     quiet_libraries()
     from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
 
@@ -33,7 +35,7 @@ def run_rollout(settings: RolloutSettings) -> int:
     tokenizer = load_tokenizer(settings.model)
     if settings.sampling.stop and tokenizer is None:
         raise InputError(f"--stop needs a tokenizer and {settings.model} has none; leave it out or add the tokenizer")
-    prompts = read_prompts(settings.prompts, tokenizer, vocab_size=shape.vocab_size)
+    prompts = read_prompts(settings.prompts, tokenizer, vocab_size=shape.vocab_size, max_context=shape.max_context)
     sampling = settings.sampling
     requests = make_requests(prompts, samples=sampling.samples, sampling=sampling.to_params())
     show.phase(f"{len(requests)} requests from {len(prompts)} prompts, starting {settings.workers} workers")

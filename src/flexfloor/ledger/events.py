@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from flexfloor.errors import InputError
+from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.progress import FleetInfo, FleetStatus, Progress
 
 SCHEMA = 1
@@ -97,22 +97,40 @@ def end_record(t: float, status: FleetStatus, hashes: tuple[str, str], regrow_s:
 
 
 class LedgerWriter:
-    """Writes records to a file at its final name, valid after every line, and keeps them; path None only keeps them."""
+    """Writes records to a file at its final name, valid after every line, and keeps them; path None only keeps them.
+
+    The file is opened, and its folder made, by the first record. `write` raises InputError when that
+    fails, FlexFloorError when the disk is full.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.records: list[dict[str, Any]] = []
-        self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
+        self._path = path
+        self._file: IO[str] | None = None
 
     def write(self, record: dict[str, Any]) -> None:
+        if self._path and not self.records:
+            self._file = _open(self._path)
         self.records.append(record)
         if self._file:
-            self._file.write(json.dumps(record, separators=(",", ":"), default=_plain) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(record, separators=(",", ":"), default=_plain) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise FlexFloorError(f"{self._path}: the ledger cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
         if self._file:
             self._file.close()
             self._file = None
+
+
+def _open(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: the ledger cannot be written ({error.strerror}); name another file") from None
 
 
 def _plain(value: Any) -> Any:

@@ -110,8 +110,6 @@ class EngineFleet:
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads_per_worker)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        # Freed buffers go back to the system instead of staying with the allocator of each thread.
-        environment |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**20)}
         if self._settings.resolved_numerics == "bitwise" and (setting := cbwr_setting()):
             environment["MKL_CBWR"] = setting
         return environment

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
+
+from flexfloor.errors import FlexFloorError
 
 
 class WorkerHandle(Protocol):
@@ -32,49 +38,110 @@ class Launcher(Protocol):
     def start(self, workers: int, environment: Mapping[str, str]) -> list[WorkerHandle]: ...
 
 
-class LocalHandle:
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        # Never shown unless the process ends by accident: then its last line says why.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill
+class Nursery:
+    """The driver's side of the nursery process. One a driver, kept for the next fleet, ended with the driver."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "flexfloor.fleets.engine.process", str(theirs.fileno())],
-                env={**os.environ, **environment},
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flexfloor.fleets.engine.nursery", str(theirs.fileno())],
+                # Read by the allocator at its start: freed buffers go back to the system, not to a thread's own heap.
+                env={**os.environ, "MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**20)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=None if os.environ.get("FLEXFLOOR_DEBUG") else self._stderr,
             )
+        self._socket = ours
+        self._turn = threading.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
+        """Raises FlexFloorError when the nursery has ended."""
+        with self._turn:
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                answer = self._socket.recv(4096)
+            except OSError:
+                answer = b""
+        if not answer:
+            raise FlexFloorError(f"the process that starts workers has ended (exit code {self._process.wait()})")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_nursery: Nursery | None = None
+
+
+def _get_nursery() -> Nursery:
+    global _nursery
+    if _nursery is None or not _nursery.is_alive:
+        _nursery = Nursery()
+        atexit.register(_nursery.close)
+    return _nursery
+
+
+class LocalHandle:
+    """A worker forked by the nursery."""
+
+    def __init__(self, nursery: Nursery, environment: Mapping[str, str]) -> None:
+        self._nursery = nursery
+        ours, theirs = socket.socketpair()
+        # Never shown unless the process ends by accident: then its last line says why.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill
+        stderr = 2 if os.environ.get("FLEXFLOOR_DEBUG") else self._stderr.fileno()
+        with theirs:
+            self.pid: int = nursery.ask({"fork": dict(environment)}, (theirs.fileno(), stderr))
         self.pipe = Connection(ours.detach())
+        self._code: int | None = None
 
     def exit_reason(self) -> str | None:
-        code = self.process.poll()
+        code = self._poll()
         if code is None:
             return None
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        if self._stderr.closed:
+            return f"ended with exit code {code}"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ended with exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        if self._poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(10.0)
         self.pipe.close()
         self._stderr.close()
 
     def wait(self, seconds: float) -> bool:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
+        deadline = time.monotonic() + seconds
+        while self._poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
         return True
+
+    def _poll(self) -> int | None:
+        if self._code is None:
+            try:
+                self._code = self._nursery.ask({"poll": self.pid})
+            except FlexFloorError:
+                # Without its nursery nobody can reap the worker; it ends with its pipe.
+                self._code = 1
+        return self._code
 
 
 class LocalLauncher:
     """One process a worker, on this machine."""
 
     def start(self, workers: int, environment: Mapping[str, str]) -> list[WorkerHandle]:
-        return [LocalHandle(environment) for _ in range(workers)]
+        nursery = _get_nursery()
+        return [LocalHandle(nursery, environment) for _ in range(workers)]

@@ -1,4 +1,4 @@
-"""The process around a Worker: commands in, replies and heartbeats out. Run as `python -m … FD`.
+"""The process around a Worker: commands in, replies and heartbeats out.
 
 Messages to the worker are (number, verb, arguments); from it (number, status, value), with number 0 for heartbeats.
 One thread owns the pipe's reading side, so that the end of the driver is noticed in the middle of any computation.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -27,9 +25,6 @@ class WorkerProcess:
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
-        # The slow imports, before the worker says it is ready; loading is timed without them.
-        import transformers.modeling_utils  # noqa: F401
-
         from flexfloor.errors import InputError
         from flexfloor.fleets.engine import worker as module
 
@@ -70,13 +65,3 @@ class WorkerProcess:
                 self._pipe.send((number, status, value))
             except (BrokenPipeError, ConnectionResetError):
                 os._exit(0)
-
-
-def main() -> None:
-    # Ctrl-C reaches the whole process group; what it means is the driver's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    WorkerProcess(Connection(int(sys.argv[1]))).run()
-
-
-if __name__ == "__main__":
-    main()
