@@ -36,7 +36,7 @@ def smallest_memory(model: Path, workers: int, longest: int, **engine: int) -> i
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_hashes_do_not_depend_on_workers_order_chunks_or_preemption(checkpoint: Callable, architecture: str) -> None:
     model = checkpoint(architecture)
-    requests = make_requests()
+    requests = make_requests(max_tokens=60)
     seen: dict[str, tuple[str, str]] = {}
     with flexfloor.Fleet.launch(model, workers=1) as fleet:
         assert fleet.info.numerics == "bitwise"
@@ -48,7 +48,8 @@ def test_hashes_do_not_depend_on_workers_order_chunks_or_preemption(checkpoint: 
         grouped = flexfloor.rollout(fleet, requests, policy="static-grouped", order="shuffle:1").summary
         seen["2 workers, grouped"] = hashes(grouped)
     sizes = {"prefill_tokens": 64, "max_batch": 16, "page_tokens": 4}
-    memory = smallest_memory(model, 3, longest=150 + 38, **sizes)
+    longest = max(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
+    memory = smallest_memory(model, 3, longest, **sizes)
     with flexfloor.Fleet.launch(model, workers=3, worker_memory=memory, **sizes) as fleet:
         tight = flexfloor.rollout(fleet, requests).summary
         assert tight.preemptions > 0

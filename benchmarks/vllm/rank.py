@@ -5,6 +5,7 @@ asks for one pass over the requests; every pass is answered by one JSON line wit
 comparable between processes).  Standard output is kept for these lines; what vLLM prints there goes to standard error.
 """
 
+import gc
 import json
 import os
 import sys
@@ -40,6 +41,8 @@ def main() -> None:
     answers.write(json.dumps({"ready": True}) + "\n")
 
     for _ in sys.stdin:
+        gc.collect()
+        gc.freeze()  # as vLLM's own engine process does after start
         start, cpu_start = time.monotonic(), time.process_time()
         outputs = llm.generate(requests, params, use_tqdm=False)
         end, cpu_s = time.monotonic(), time.process_time() - cpu_start
