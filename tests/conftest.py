@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from make_tiny_model import make_tiny_model
 
 import flexfloor
+from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
+from flexfloor.fleets.engine.plan import plan_memory
+from flexfloor.settings import EngineSettings
+from flexfloor.world.experts import place_contiguous
 
 # Widths that are no multiple of 32, expert counts that no worker count divides; one ordinary model.
-ODD = {"hidden": 72, "intermediate": 56, "experts": 7, "top_k": 2, "heads": 6, "kv_heads": 2, "head_dim": 12, "layers": 3}
+ODD = {"hidden": 72, "intermediate": 56, "experts": 7, "top_k": 2, "heads": 6, "kv_heads": 2, "head_dim": 12, "layers": 3, "mean_tokens": 300}
 SIZES: dict[str, dict] = {
     "tiny": {"arch": "qwen3_moe"},
     "qwen3_moe": {"arch": "qwen3_moe", **ODD, "dense_layers": (1,), "tie_word_embeddings": True},
     "olmoe": {"arch": "olmoe", **ODD, "hidden": 56, "heads": 4, "head_dim": 14, "experts": 10, "clip_qkv": 2.0},
     "mixtral": {"arch": "mixtral", **ODD, "intermediate": 72},
 }
+# Two threads of this process next to the workers would wait for each other most of the time.
+torch.set_num_threads(1)
 ARCHITECTURES = ["qwen3_moe", "olmoe", "mixtral"]
 
 
@@ -54,3 +62,16 @@ def make_requests(
         params = flexfloor.SamplingParams(max_tokens=max_tokens + 7 * (index % 3), **{**options, **sampling})
         made += flexfloor.make_requests([tokens], samples=samples, sampling=params)
     return made
+
+
+def smallest_memory(model: Path, workers: int, longest: int, **engine: int) -> int:
+    """The smallest budget in which one request of `longest` tokens fits: several at once must push each other out."""
+    info = inspect_checkpoint(model)
+    placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
+    plans = plan_memory(info, placement, workers, EngineSettings.parse(worker_memory="1GiB", **engine))
+    plan = max(plans, key=lambda p: p.slots)
+    need = -(-longest // plan.page_tokens) + 1
+    memory = plan.dense + plan.reserve + plan.slots * plan.slot
+    while replace(plan, worker_memory=memory).pages < need:
+        memory += plan.page
+    return memory

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from conftest import ARCHITECTURES, make_requests
+from conftest import ARCHITECTURES, make_requests, smallest_memory
 
 import flexfloor
-from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
-from flexfloor.fleets.engine.plan import plan_memory
 from flexfloor.ledger.accounting import Summary
-from flexfloor.settings import EngineSettings
-from flexfloor.world.experts import place_contiguous
 
 def hashes(summary: Summary) -> tuple[str, str]:
     return summary.responses_sha256, summary.logprobs_sha256
-
-
-def smallest_memory(model: Path, workers: int, longest: int, **engine: int) -> int:
-    """The smallest budget in which one request of `longest` tokens fits: several at once must push each other out."""
-    info = inspect_checkpoint(model)
-    placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
-    plans = plan_memory(info, placement, workers, EngineSettings.parse(worker_memory="1GiB", **engine))
-    plan = max(plans, key=lambda p: p.slots)
-    need = -(-longest // plan.page_tokens) + 1
-    memory = plan.dense + plan.reserve + plan.slots * plan.slot
-    while replace(plan, worker_memory=memory).pages < need:
-        memory += plan.page
-    return memory
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -94,7 +94,7 @@ def check_cpu() -> Iterator[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("ok", "cpu", f"{_cpu_model()}, {usable} usable cores, {capability}")
-    if setting := cbwr_setting():
+    if setting := cbwr_setting(torch.float32):
         yield Finding("ok", "bitwise", f"MKL with MKL_CBWR={setting}, else block kernels; proved at every start")
     else:
         why = "no MKL" if not torch.backends.mkl.is_available() else f"no row-invariant MKL mode for {capability}"

@@ -22,6 +22,7 @@ class SamplingParams:
     max_tokens: most response tokens; the engine clamps it to what the model's context leaves.
     temperature: 0 is greedy.
     top_k: 0 keeps all tokens.
+    ignore_eos: go on after the model's eos ids, up to max_tokens or another stop (for benchmarks).
     stop_token_ids: end the response, in addition to the model's own eos ids; the stop token is part of the response.
     stop: strings that end the response; the token that completes one is part of the response, the text ends before it.
     seed, step: with `request_id` and the position they determine every random number of the response.
@@ -33,6 +34,7 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     seed: int = 0
     step: int = 0
 

@@ -85,6 +85,9 @@ class Rollout:
         self._live: dict[str, _Partial] = {}
         self._responses: dict[str, Response] = {}
         self._tokens = 0
+        self._origin: float | None = None
+        self._finished_at = self._reported_at = 0.0
+        self._reported_tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand requests over. Raises InputError for a request id that is known already, or when sealed."""
@@ -118,7 +121,6 @@ class Rollout:
     def __iter__(self) -> Iterator[Response]:
         fleet = self._fleet
         fleet.start()
-        self._begin()
         queue: list[Request] = []
         try:
             while self._await_work(queue):
@@ -129,17 +131,18 @@ class Rollout:
                 begin = self._now
                 progress = fleet.advance(self._chunk)
                 yield from self._record(progress, begin, waiting=len(queue))
+            if self._origin is None:
+                self._begin()  # sealed without a request: an empty rollout has an account too
             self._end(fleet.regrow())
         finally:
             self._ledger.close()
 
     def _begin(self) -> None:
+        """The clock of the rollout starts when the first request is handed over."""
+        self._origin = time.monotonic()
         settings = {"chunk": self._chunk} | self._sampling()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._ledger.write(start_record(self._fleet.info, self._policy.name, settings, started_at))
-        self._origin = self._reported_at = time.monotonic()
-        self._reported_tokens = 0
-        self._finished_at = 0.0
 
     def _sampling(self) -> dict[str, Any]:
         """seed and step, where all requests known so far agree on them."""
@@ -149,7 +152,7 @@ class Rollout:
 
     @property
     def _now(self) -> float:
-        return time.monotonic() - self._origin
+        return time.monotonic() - self._origin if self._origin is not None else 0.0
 
     def _await_work(self, queue: list[Request]) -> bool:
         """Take in what has arrived; block while nothing is live. False when sealed and done."""
@@ -160,7 +163,9 @@ class Rollout:
             fresh = list(self._arrived)
             self._arrived.clear()
         if fresh:
-            self._fleet.submit(fresh)
+            self._fleet.submit(fresh)  # refuses what cannot run, before anything is written
+            if self._origin is None:
+                self._begin()
             queue += fresh
             self._ledger.write(submit_record(self._now, len(fresh), sum(len(r.prompt_tokens) for r in fresh)))
         return bool(queue or self._live)

@@ -43,7 +43,9 @@ def run_rollout(settings: RolloutSettings) -> int:
     import flexfloor
 
     options = settings.engine.model_dump()
-    with flexfloor.Fleet.launch(settings.model, workers=settings.workers, **options, on_phase=show.phase) as fleet:
+    with flexfloor.Fleet.launch(
+        settings.model, workers=settings.workers, requests=requests, on_phase=show.phase, **options
+    ) as fleet:
         result = flexfloor.rollout(
             fleet,
             requests,

@@ -18,7 +18,7 @@ from flexfloor.fleet import FleetInfo, FleetStatus, Progress, WorkerStatus, load
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.launcher import WorkerHandle
 from flexfloor.fleets.engine.numerics import BITWISE_PATHS, NumericsPath, cbwr_setting
-from flexfloor.fleets.engine.plan import plan_memory, read_eos_token_ids
+from flexfloor.fleets.engine.plan import check_request, plan_memory, read_eos_token_ids
 from flexfloor.fleets.engine.process import ERROR, HEARTBEAT, INPUT_ERROR, READY
 from flexfloor.fleets.engine.worker import WorkerConfig
 from flexfloor.requests import Request
@@ -30,24 +30,35 @@ _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike lon
 
 
 def launch_engine(
-    model: Path | str, workers: int = 2, *, on_phase: Callable[[str], None] | None = None, **options: Any
+    model: Path | str,
+    workers: int = 2,
+    *,
+    requests: Sequence[Request] = (),
+    on_phase: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> EngineFleet:
     """Start a fleet of worker processes. options: fields of EngineSettings. on_phase: told what the launch does.
 
+    requests: that are going to be submitted; one that cannot run is refused here already.
     Everything that can be refused is refused before a process is started. Raises InputError, UnsupportedError.
     """
     settings = EngineSettings.parse(**options)
     if workers < 1:
         raise InputError(f"workers is {workers}; give at least 1")
     info = inspect_checkpoint(model, settings.dtype)
-    return EngineFleet(info, workers, settings, on_phase or (lambda phase: None))
+    return EngineFleet(info, workers, settings, requests, on_phase or (lambda phase: None))
 
 
 class EngineFleet:
     """A fleet of real workers. See `flexfloor.fleet.Fleet` for the verbs."""
 
     def __init__(
-        self, info: CheckpointInfo, workers: int, settings: EngineSettings, on_phase: Callable[[str], None]
+        self,
+        info: CheckpointInfo,
+        workers: int,
+        settings: EngineSettings,
+        requests: Sequence[Request],
+        on_phase: Callable[[str], None],
     ) -> None:
         self._checkpoint, self._settings = info, settings
         self._placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
@@ -55,6 +66,8 @@ class EngineFleet:
         for plan in self._memory:
             plan.check()
         _check_device(settings, workers)
+        for request in requests:
+            check_request(request, info, self._memory)
         self._epoch = 0
         self._iteration = 0
         self._number = 0
@@ -110,7 +123,7 @@ class EngineFleet:
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads_per_worker)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if self._settings.resolved_numerics == "bitwise" and (setting := cbwr_setting()):
+        if self._settings.resolved_numerics == "bitwise" and (setting := cbwr_setting(self._checkpoint.dtype)):
             environment["MKL_CBWR"] = setting
         return environment
 
@@ -168,25 +181,10 @@ class EngineFleet:
         self._update_status()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        shape = self._checkpoint.shape
         for request in requests:
             if request.request_id in self._requests:
                 raise InputError(f"request {request.request_id} was submitted twice")
-            length = len(request.prompt_tokens)
-            if length >= shape.max_context:
-                raise InputError(
-                    f"request {request.request_id}: prompt of {length} tokens leaves no room in the model's context of "
-                    f"{shape.max_context} tokens; shorten it"
-                )
-            if not all(0 <= token < shape.vocab_size for token in request.prompt_tokens):
-                raise InputError(
-                    f"request {request.request_id}: a prompt token is outside the vocabulary of {shape.vocab_size}"
-                )
-            if request.sampling.stop and not has_tokenizer(self._checkpoint.path):
-                raise InputError(f"{self._checkpoint.path}: has no tokenizer, which stop strings need; use stop token ids")
-            longest = min(length + request.sampling.max_tokens, shape.max_context)
-            for plan in self._memory:
-                plan.check(longest)
+            check_request(request, self._checkpoint, self._memory)
         self._requests |= {r.request_id: r for r in requests}
 
     def assign(self, assignment: Mapping[int, Sequence[str]]) -> None:
@@ -354,10 +352,6 @@ class _Stopwatch:
         begin = time.monotonic()
         yield
         self._seconds[name] = time.monotonic() - begin
-
-
-def has_tokenizer(path: Path) -> bool:
-    return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
 
 
 def _check_device(settings: EngineSettings, workers: int) -> None:

@@ -31,9 +31,12 @@ _VECTOR = 32  # elements; widest vector loop of the elementwise kernels
 _ELEMENTWISE = {F.silu, torch.sigmoid, torch.Tensor.sigmoid, F.gelu, torch.tanh, torch.exp}
 
 
-def cbwr_setting() -> str | None:
-    """Value of MKL_CBWR that makes products row-invariant here; None without MKL or without such a mode."""
-    if not torch.backends.mkl.is_available():
+def cbwr_setting(dtype: torch.dtype) -> str | None:
+    """Value of MKL_CBWR that makes products row-invariant here; None where MKL has no such mode.
+
+    The mode covers float32: other dtypes are not computed by MKL.
+    """
+    if dtype != torch.float32 or not torch.backends.mkl.is_available():
         return None
     return {"AVX512": "AVX512,STRICT", "AVX2": "AVX2,STRICT"}.get(torch.backends.cpu.get_cpu_capability())
 

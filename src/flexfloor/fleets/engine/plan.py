@@ -1,11 +1,16 @@
-"""What the driver works out before it starts a worker: memory of each worker, ids that end a response."""
+"""What the driver works out before it starts a worker: memory of each worker, ids that end a response,
+and whether a request can run at all."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
+from flexfloor.errors import InputError
 from flexfloor.fleets.engine.arena import KVLayout
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo
+from flexfloor.requests import Request
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import ExpertPlacement
 from flexfloor.world.memory import MemoryPlan, activation_reserve
@@ -52,3 +57,24 @@ def read_eos_token_ids(info: CheckpointInfo) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def check_request(request: Request, info: CheckpointInfo, memory: Sequence[MemoryPlan]) -> None:
+    """Raises InputError for a request that no worker could run, even alone."""
+    shape, length = info.shape, len(request.prompt_tokens)
+    if length >= shape.max_context:
+        raise InputError(
+            f"request {request.request_id}: prompt of {length} tokens leaves no room in the model's context of "
+            f"{shape.max_context} tokens; shorten it"
+        )
+    if not all(0 <= token < shape.vocab_size for token in request.prompt_tokens):
+        raise InputError(f"request {request.request_id}: a prompt token is outside the vocabulary of {shape.vocab_size}")
+    if request.sampling.stop and not has_tokenizer(info.path):
+        raise InputError(f"{info.path}: has no tokenizer, which stop strings need; use stop token ids")
+    longest = min(length + request.sampling.max_tokens, shape.max_context)
+    for plan in memory:
+        plan.check(longest)
+
+
+def has_tokenizer(path: Path) -> bool:
+    return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))

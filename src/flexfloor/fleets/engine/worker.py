@@ -202,7 +202,8 @@ class Worker:
 
     def _finish_if_complete(self, sequence: Sequence, token: int) -> None:
         sampling = sequence.request.sampling
-        if token in self.config.eos_token_ids or token in sampling.stop_token_ids or self._hits_stop(sequence):
+        ends = token in self.config.eos_token_ids and not sampling.ignore_eos
+        if ends or token in sampling.stop_token_ids or self._hits_stop(sequence):
             sequence.finish_reason = "stop"
         elif sequence.response_length >= sequence.max_tokens:
             sequence.finish_reason = "length"

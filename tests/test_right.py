@@ -1,0 +1,114 @@
+"""Tokens and log-probs against stock transformers, teacher-forced on our tokens and by its own `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, make_requests, smallest_memory
+from transformers import AutoModelForCausalLM
+
+import flexfloor
+
+
+@torch.inference_mode()
+def check_against_stock(
+    model: Path, requests: Sequence[flexfloor.Request], responses: Sequence[flexfloor.Response]
+) -> None:
+    """Log-probs within 1e-4; greedy tokens are the stock argmax or within 1e-3 of its logit; `generate` agrees for 95%."""
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    equal = []
+    for request, response in zip(requests, responses, strict=True):
+        prompt, tokens = list(request.prompt_tokens), torch.tensor(response.tokens)
+        logits = stock(torch.tensor([prompt + response.tokens])).logits[0, len(prompt) - 1 : -1].float()
+        own = logits.gather(1, tokens[:, None])[:, 0]
+        scaled = logits / (request.sampling.temperature or 1.0)
+        expected = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0].numpy()
+        assert np.abs(expected - response.logprobs).max() < 1e-4, request.request_id
+        if request.sampling.temperature == 0:
+            assert (logits.max(dim=-1).values - own).max() < 1e-3, request.request_id
+            generated = stock.generate(
+                torch.tensor([prompt]), max_new_tokens=request.sampling.max_tokens, do_sample=False
+            )[0, len(prompt) :]
+            equal.append(generated.tolist() == response.tokens)
+        eos = stock.generation_config.eos_token_id
+        ended = response.tokens[-1] == eos
+        assert response.finish_reason == ("stop" if ended else "length")
+        assert ended or len(response.tokens) == request.sampling.max_tokens
+        assert eos not in response.tokens[:-1]
+    assert np.mean(equal) >= 0.95
+
+
+@pytest.mark.parametrize("architecture", ["tiny", *ARCHITECTURES])
+def test_right_with_shared_prefixes_and_with_preemption(checkpoint: Callable, architecture: str) -> None:
+    model = checkpoint(architecture)
+    requests = make_requests(samples=2, max_tokens=40)
+    longest = max(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
+    with flexfloor.Fleet.launch(model, workers=2, prefill_tokens=60) as fleet:
+        grouped = flexfloor.rollout(fleet, requests, policy="static-grouped")
+    check_against_stock(model, requests, grouped.responses)
+    sizes = {"prefill_tokens": 64, "max_batch": 16, "page_tokens": 4}
+    with flexfloor.Fleet.launch(model, workers=2, worker_memory=smallest_memory(model, 2, longest, **sizes), **sizes) as f:
+        tight = flexfloor.rollout(f, requests)
+    assert tight.summary.preemptions > 0
+    for a, b in zip(grouped.responses, tight.responses, strict=True):
+        assert a.tokens == b.tokens
+        assert np.array_equal(a.logprobs, b.logprobs)
+
+
+def test_bfloat16_is_close_to_stock_and_bitwise(checkpoint: Callable) -> None:
+    model = checkpoint("tiny")
+    requests = make_requests(prompts=4, samples=1, temperature=0.7)
+    found = set()
+    for workers in (1, 2):
+        with flexfloor.Fleet.launch(model, workers=workers, dtype="bfloat16", prefill_tokens=40 * workers) as fleet:
+            assert fleet.info.numerics_path == "blocks"
+            result = flexfloor.rollout(fleet, requests)
+            found.add((result.summary.responses_sha256, result.summary.logprobs_sha256))
+    assert len(found) == 1
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        for request, response in zip(requests, result.responses, strict=True):
+            prompt = list(request.prompt_tokens)
+            logits = stock(torch.tensor([prompt + response.tokens])).logits[0, len(prompt) - 1 : -1].float() / 0.7
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(response.tokens)[:, None])[:, 0].numpy()
+            assert np.abs(expected - response.logprobs).mean() < 0.1
+
+
+@pytest.mark.parametrize(("samples", "temperature"), [(1, 0.0), (3, 0.8)])
+def test_stop_ids_stop_strings_and_token_limits(checkpoint: Callable, samples: int, temperature: float) -> None:
+    from transformers import AutoTokenizer
+
+    model = checkpoint("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = make_requests(prompts=3, samples=samples, temperature=temperature, top_p=1.0)
+    with flexfloor.Fleet.launch(model, workers=2) as fleet:
+        free = flexfloor.rollout(fleet, plain).responses
+        token = free[0].tokens[3]
+        by_id = make_requests(prompts=3, samples=samples, temperature=temperature, top_p=1.0, stop_token_ids=(token,))
+        stopped = flexfloor.rollout(fleet, by_id).responses
+        text = next(t for x in free[0].tokens[4:] if (t := tokenizer.decode([x])).isascii() and t.strip())
+        by_text = make_requests(prompts=3, samples=samples, temperature=temperature, top_p=1.0, stop=(text,))
+        cut = flexfloor.rollout(fleet, by_text).responses
+    for whole, response in zip(free, stopped, strict=True):
+        expected = whole.tokens[: whole.tokens.index(token) + 1] if token in whole.tokens else whole.tokens
+        assert response.tokens == expected
+    for whole, response in zip(free, cut, strict=True):
+        ends = [n for n in range(1, len(whole.tokens) + 1) if text in tokenizer.decode(whole.tokens[:n])]
+        assert response.tokens == whole.tokens[: ends[0] if ends else None]
+        assert response.finish_reason == ("stop" if ends else whole.finish_reason)
+
+
+def test_max_tokens_is_clamped_to_the_context(tmp_path: Path) -> None:
+    from make_tiny_model import make_tiny_model
+
+    model = make_tiny_model(tmp_path / "short", max_position=48, mean_tokens=4000)
+    request = flexfloor.make_requests([[5] * 40], sampling=flexfloor.SamplingParams(max_tokens=1000))
+    with flexfloor.Fleet.launch(model, workers=1) as fleet:
+        (response,) = flexfloor.rollout(fleet, request).responses
+        assert len(response.tokens) <= 8
+        with pytest.raises(flexfloor.InputError, match="prompt of 48 tokens leaves no room"):
+            flexfloor.rollout(fleet, flexfloor.make_requests([[5] * 48]))
