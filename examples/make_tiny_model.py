@@ -4,8 +4,8 @@
 The files are those of a stock transformers model (config.json, generation_config.json, safetensors in the
 per-expert checkpoint layout, tokenizer), for Qwen3-MoE, OLMoE and Mixtral. The text means nothing, but the
 statistics that an inference engine meets are lifelike: next-token distributions are peaked, routers spread
-their load unevenly, responses end by eos after lengths with a heavy tail, and a prompt's samples resemble
-each other in length. Norm weights differ from one, so that a forgotten norm shows.
+their load unevenly, and responses end by eos after widely varying lengths (about geometric, the same law for
+every prompt). Norm weights differ from one, so that a forgotten norm shows.
 
     python examples/make_tiny_model.py --out /tmp/tiny-moe
     python examples/make_tiny_model.py --out /tmp/small-moe --preset small --dtype bfloat16
@@ -260,14 +260,11 @@ def mixing_gain(sizes: ModelSizes) -> float:
     return math.sqrt(math.fsum(w * w for w in chosen)) / math.fsum(weights if sizes.arch == "olmoe" else chosen)
 
 
-# Three channels of the residual stream carry meaning; everything else in the model is noise.
-ONE = 0  # the same for every token: what the head reads here is a bias
-CLASS = 1  # +1 or -1, the class of the token
-MOOD = 2  # mean class of the context, which one value channel of the first layer's attention gathers
-MARK = 0.2  # strength of ONE and CLASS as a share of the embedding's norm
-MOOD_PACE = 3.0  # nats by which a context of one class would raise or lower eos: some prompts have short responses
-EOS_SPREAD = 0.7  # standard deviation of eos's logit, nats, beyond mood
-EOS_HASTE = 1.2  # nats by which those two make responses end earlier than eos's mean logit says, measured
+# One channel of the residual stream is the same for every token, so that what the head reads there is a bias.
+CONSTANT = 0
+CONSTANT_SHARE = 0.2  # its share of the embedding's norm
+EOS_SPREAD = 1.0  # standard deviation of eos's logit, nats
+EOS_HASTE = 1.3  # nats by which spread makes responses end earlier than eos's mean logit says, measured
 ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
 ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
 LAYER_GAIN = 0.7  # RMS that experts add per layer, in units of the embedding's RMS
@@ -276,10 +273,11 @@ LAYER_GAIN = 0.7  # RMS that experts add per layer, in units of the embedding's 
 def build_model(sizes: ModelSizes) -> Any:
     """A transformers model of `sizes` with the weights described at the top of this file."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = build_config(sizes)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype)).eval()
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     generator = torch.Generator().manual_seed(sizes.seed)
     scale, log_partition = logit_scale(sizes.entropy, sizes.vocab)
     mixing = mixing_gain(sizes)
@@ -309,43 +307,31 @@ def build_model(sizes: ModelSizes) -> Any:
                     # silu(gate) * up of unit Gaussians has RMS 0.6.
                     value *= LAYER_GAIN * unit / 0.6 / (mixing if module == "experts" else 1.0)
                 if leaf in ("o_proj", "down_proj"):
-                    value[..., [ONE, CLASS, MOOD], :] = 0
+                    value[..., CONSTANT, :] = 0
             weight.copy_(value)
         # Attention adds about half of what experts add, since it averages over the context.
         residual_rms = math.sqrt(1 + 1.3 * sizes.layers * LAYER_GAIN**2)
-        mark = MARK * math.sqrt(sizes.hidden)
-        attention = model.model.layers[0].self_attn
-        attention.v_proj.weight[0] = 0
-        attention.v_proj.weight[0, CLASS] = 1 / mark
-        attention.q_proj.weight[: sizes.head_dim] = 0  # head 0 attends to the whole context evenly
-        attention.o_proj.weight[MOOD, 0] = mark * unit
-        token_class = torch.where(torch.rand(sizes.vocab, generator=generator) < 0.5, -1.0, 1.0)
-        bias, mood = residual_rms / mark, residual_rms / mark  # head weights that make one nat
+        constant = CONSTANT_SHARE * math.sqrt(sizes.hidden)
+        nat = residual_rms / constant  # head weight on the constant channel that shifts a logit by one nat
 
-        def token_rows(std: float) -> torch.Tensor:
-            return std * normal(sizes.vocab, sizes.hidden)
-
-        head_rows = token_rows(scale / math.sqrt(sizes.hidden))
-        head_rows[EOS] *= EOS_SPREAD / scale
-        rows = head_rows if sizes.tie_word_embeddings else token_rows(1.0)
-        rows[:, ONE] = mark * unit
-        rows[:, CLASS] = mark * unit * token_class
-        shared = rows[EOS, ONE].item() * mark / residual_rms if sizes.tie_word_embeddings else 0.0
-        eos_logit = log_partition - math.log(sizes.mean_tokens) - EOS_HASTE
-        head_rows[EOS, ONE] = (shared + eos_logit) * bias
-        head_rows[EOS, MOOD] = MOOD_PACE * mood
-        for token in (BOS, IM_START, PAD):  # no trained model generates these
-            head_rows[token, ONE] = (shared - 6) * bias
-        model.get_output_embeddings().weight.copy_(head_rows)
+        head = scale / math.sqrt(sizes.hidden) * normal(sizes.vocab, sizes.hidden)
+        head[EOS] *= EOS_SPREAD / scale
+        embedding = head if sizes.tie_word_embeddings else normal(sizes.vocab, sizes.hidden)
+        embedding[:, CONSTANT] = constant * unit
+        # A tied head reads the constant for every token; only differences between tokens count.
+        level = head[PAD, CONSTANT].item() if sizes.tie_word_embeddings else 0.0
+        head[EOS, CONSTANT] = level + nat * (log_partition - math.log(sizes.mean_tokens) - EOS_HASTE)
+        head[[BOS, IM_START, PAD], CONSTANT] = level - 6 * nat  # no trained model generates these
+        model.get_output_embeddings().weight.copy_(head)
         final_norm = model.model.norm.weight
-        final_norm[[ONE, CLASS, MOOD]] = 1
+        final_norm[CONSTANT] = 1
         if sizes.tie_word_embeddings:
             # Random signs, or else every token would predict itself.
             signs = torch.where(torch.rand(sizes.hidden, generator=generator) < 0.5, -1.0, 1.0)
-            signs[[ONE, CLASS, MOOD]] = 1
+            signs[CONSTANT] = 1
             final_norm.mul_(signs)
         else:
-            model.get_input_embeddings().weight.copy_(rows)
+            model.get_input_embeddings().weight.copy_(embedding)
     return model
 
 

@@ -109,3 +109,16 @@ def test_self_check_accepts_the_block_path_and_would_refuse_a_batch_dependent_on
 
     monkeypatch.setattr(type(worker.model.model.lm_head), "forward", batch_dependent)
     assert not worker.check_numerics("blocks")
+
+
+def test_kernels_are_compiled_before_a_worker_starts(checkpoint: Callable) -> None:
+    """A compilation inside a worker would cost seconds and memory at its first request."""
+    from flexfloor.fleets.engine import kernels
+
+    kernels.warm_up()
+    functions = [kernels.write_kv, kernels.attend, kernels.group_pairs, kernels.expert_ffn, kernels.combine_pairs]
+    before = [len(f.signatures) for f in (*functions, kernels.linear_rows)]
+    worker = make_worker(checkpoint("tiny"))
+    worker.assign(flexfloor.make_requests([[5] * 30, [6] * 3]))
+    worker.advance(4)
+    assert [len(f.signatures) for f in (*functions, kernels.linear_rows)] == before

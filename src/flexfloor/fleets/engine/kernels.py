@@ -254,3 +254,17 @@ def linear_rows(x, weight, out):
     """out = x @ weight.T with the row-invariant tiles. x: [rows, inner]; weight: [columns, inner]; out: [rows, columns]."""
     here = np.arange(x.shape[0])
     matmul_rows(x, here, weight.reshape(weight.size), weight.shape[0], out, here)
+
+
+def warm_up() -> None:
+    """Compile every kernel (or load it from the cache on disk) for the types that the engine calls it with."""
+    x, one, hidden = np.ones((1, 2), np.float32), np.zeros(1, np.int64), np.ones((1, 1, 1, 4), np.float32)
+    kv = np.ones((1, 1, 2, 1, 4, 4), np.float32)
+    write_kv(kv, 0, one, one, hidden[0], hidden[0])
+    attend(hidden, kv, 0, np.zeros((1, 1), np.int64), one, one, np.float32(1), 0, hidden.copy())
+    choice, counts = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    pairs, groups = group_pairs(choice, one, counts, one.copy(), one.copy(), one.copy(), one.copy())
+    expert_ffn(x, np.ones((1, 6), np.float32), 1, one, one, one, np.ones(1, np.int64), x.copy())
+    combine_pairs(x, choice, np.ones((1, 1), np.float32), one, one.copy(), x.copy())
+    linear_rows(x, x, np.empty((1, 1), np.float32))
+    assert (pairs, groups) == (1, 1)

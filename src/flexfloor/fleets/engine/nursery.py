@@ -29,6 +29,9 @@ def serve(driver: socket.socket) -> None:
     """Answer requests, one JSON object each: fork a worker (its pipe and stderr come as descriptors) or poll one."""
     for name in _PRELOAD:
         importlib.import_module(name)
+    from flexfloor.fleets.engine import kernels
+
+    kernels.warm_up()
     while True:
         try:
             message, descriptors, _, _ = socket.recv_fds(driver, 65536, 2)
