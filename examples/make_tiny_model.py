@@ -11,43 +11,39 @@ every prompt). Norm weights differ from one, so that a forgotten norm shows.
     python examples/make_tiny_model.py --out /tmp/small-moe --preset small --dtype bfloat16
 
 presets (further options override single sizes):
-  tiny   hidden 256, 4 layers, 16 experts top-4 of 128, vocabulary 512: 7.2 M parameters, 2.5 M active, 29 MB float32
-  small  hidden 1024, 12 layers, 16 experts top-4 of 512, vocabulary 4096: 342 M parameters, 116 M active, 1.4 GB float32
+  tiny   hidden 256, 4 layers, 16 experts top-4 of 128, vocabulary 512
+         7.2 M parameters, 2.5 M active, 29 MB in float32
+  small  hidden 1024, 12 layers, 16 experts top-4 of 512, vocabulary 4096
+         342 M parameters, 116 M active, 1.4 GB in float32
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
-import os
 import re
-import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NoReturn
+from typing import Any
+
+from tiny_tokenizer import BOS, EOS, IM_START, PAD, SMALLEST_VOCAB, build_tokenizer
+from writing_checkpoints import InputError, OneLineParser, new_directory, quiet_transformers
 
 PRESETS: dict[str, dict[str, int]] = {
-    "tiny": dict(hidden=256, layers=4, experts=16, top_k=4, intermediate=128, heads=8, kv_heads=2, vocab=512),
-    "small": dict(hidden=1024, layers=12, experts=16, top_k=4, intermediate=512, heads=16, kv_heads=4, vocab=4096),
-}
+    "tiny": {
+        "hidden": 256, "layers": 4, "experts": 16, "top_k": 4, "intermediate": 128,
+        "heads": 8, "kv_heads": 2, "vocab": 512,
+    },
+    "small": {
+        "hidden": 1024, "layers": 12, "experts": 16, "top_k": 4, "intermediate": 512,
+        "heads": 16, "kv_heads": 4, "vocab": 4096,
+    },
+}  # fmt: skip
 ARCHS = ("qwen3_moe", "olmoe", "mixtral")
 DTYPES = ("float32", "bfloat16")
-BOS, IM_START, EOS, PAD = range(4)
-SPECIAL_TOKENS = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]  # at the ids above
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-class InputError(ValueError):
-    """An option that cannot be honoured; the message is one line that names the option and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +160,8 @@ def make_tiny_model(
     )  # fmt: skip
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", max_shard_size):
         raise InputError(f"--max-shard-size {max_shard_size}: must look like 200KB, 50MB or 5GB")
-    if tokenizer and vocab < 256 + len(SPECIAL_TOKENS):
-        raise InputError(f"--vocab {vocab}: the byte-level tokenizer needs at least {256 + len(SPECIAL_TOKENS)}")
+    if tokenizer and vocab < SMALLEST_VOCAB:
+        raise InputError(f"--vocab {vocab}: the byte-level tokenizer needs at least {SMALLEST_VOCAB}")
     with new_directory(out) as partial:
         model = build_model(sizes)
         model.save_pretrained(partial, max_shard_size=max_shard_size)
@@ -174,52 +170,33 @@ def make_tiny_model(
     return out
 
 
-@contextlib.contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a directory beside `out` that becomes `out` at the end, or vanishes if the body fails.
-
-    Raises InputError if `out` is not a new or empty directory or cannot be made.
-    """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"--out {out}: exists and is not an empty directory; choose another or remove it")
-    partial = out.absolute().with_name(f".{out.absolute().name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"--out {out}: cannot be made ({error.strerror})") from error
-    try:
-        yield partial
-        partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def build_config(sizes: ModelSizes) -> Any:
     """The stock transformers config of `sizes`."""
     from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
-    shared: dict[str, Any] = dict(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        num_experts_per_tok=sizes.top_k,
-        max_position_embeddings=sizes.max_position,
-        tie_word_embeddings=sizes.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        dtype=sizes.dtype,
-    )
+    shared: dict[str, Any] = {
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "num_experts_per_tok": sizes.top_k,
+        "max_position_embeddings": sizes.max_position,
+        "tie_word_embeddings": sizes.tie_word_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "dtype": sizes.dtype,
+    }
+    if sizes.arch != "olmoe":  # OLMoE's is hidden / heads by definition
+        shared["head_dim"] = sizes.head_dim
     if sizes.arch == "qwen3_moe":
         return Qwen3MoeConfig(
             **shared,
             num_experts=sizes.experts,
             moe_intermediate_size=sizes.intermediate,
             intermediate_size=sizes.top_k * sizes.intermediate,
-            head_dim=sizes.head_dim,
             norm_topk_prob=True,
             mlp_only_layers=list(sizes.dense_layers),
         )
@@ -227,9 +204,7 @@ def build_config(sizes: ModelSizes) -> Any:
         return OlmoeConfig(
             **shared, num_experts=sizes.experts, intermediate_size=sizes.intermediate, clip_qkv=sizes.clip_qkv
         )
-    return MixtralConfig(
-        **shared, num_local_experts=sizes.experts, intermediate_size=sizes.intermediate, head_dim=sizes.head_dim
-    )
+    return MixtralConfig(**shared, num_local_experts=sizes.experts, intermediate_size=sizes.intermediate)
 
 
 def logit_scale(entropy: float, vocab: int) -> tuple[float, float]:
@@ -264,7 +239,7 @@ def mixing_gain(sizes: ModelSizes) -> float:
 CONSTANT = 0
 CONSTANT_SHARE = 0.2  # its share of the embedding's norm
 EOS_SPREAD = 1.0  # standard deviation of eos's logit, nats
-EOS_HASTE = 1.3  # nats by which spread makes responses end earlier than eos's mean logit says, measured
+EOS_HASTE = 0.7  # nats by which spread makes responses end earlier than eos's mean logit says, measured
 ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
 ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
 LAYER_GAIN = 0.7  # RMS that experts add per layer, in units of the embedding's RMS
@@ -289,7 +264,8 @@ def build_model(sizes: ModelSizes) -> Any:
 
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            *_, module, leaf = ["", *name.removesuffix(".weight").split(".")]
+            path: list[str] = name.removesuffix(".weight").split(".")
+            module, leaf = path[-2] if len(path) > 1 else "", path[-1]
             if leaf in ("embed_tokens", "lm_head"):
                 continue
             if "norm" in leaf:
@@ -335,83 +311,6 @@ def build_model(sizes: ModelSizes) -> Any:
     return model
 
 
-TOKENIZER_TEXT = """\
-What is the capital of France? The capital of France is Paris, a city on the river Seine.
-Write a short story about a lighthouse. Every evening the old keeper climbed the stairs and lit the lamp.
-Explain why the sky is blue. Sunlight is scattered by the air, and blue light is scattered more than red light.
-List three things to pack for a hike: water, a map, and a warm jacket. Then tell your friends where you are going.
-If a train travels 60 kilometres in 45 minutes, how fast is it? 60 / 0.75 = 80, so it is 80 kilometres per hour.
-def add(first, second):
-    return first + second
-for number in range(10):
-    print(number, number * number)
-The model generates one token after another until the end of the response. Some answers are short; others are long.
-There are many ways in which people learn: they read, they listen, they practise, and they make mistakes.
-"""
-
-
-def build_tokenizer(vocab: int, max_position: int) -> Any:
-    """A byte-level BPE tokenizer with exactly `vocab` tokens and a ChatML template.
-
-    Merges are learned from a short text; when that is used up, pairs of known tokens are joined in order.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator([TOKENIZER_TEXT], trainer)
-    learned = json.loads(trained.to_str())["model"]
-    ids: dict[str, int] = learned["vocab"]
-    merges = [(left, right) for left, right in learned["merges"]]
-    endings = [token for token in ids if token.isascii() and token.isalpha()]
-    for left, right in ((left, right) for left in list(ids)[256 + len(SPECIAL_TOKENS) :] for right in endings):
-        if len(ids) == vocab:
-            break
-        if left + right not in ids:
-            ids[left + right] = len(ids)
-            merges.append((left, right))
-    if len(ids) != vocab:
-        raise InputError(f"--vocab {vocab}: the built-in text yields at most {len(ids)} tokens")
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=SPECIAL_TOKENS[BOS],
-        eos_token=SPECIAL_TOKENS[EOS],
-        pad_token=SPECIAL_TOKENS[PAD],
-        additional_special_tokens=[SPECIAL_TOKENS[IM_START]],
-        model_max_length=max_position,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
-def parameter_counts(model: Any) -> tuple[int, int]:
-    """Parameters of a transformers MoE model: all, and those that take part in one token's forward pass."""
-    total = sum(weight.numel() for weight in model.parameters())
-    experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
-    config = model.config
-    return total, total - experts + experts * config.num_experts_per_tok // config.num_experts
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse with one-line errors: no usage text, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="new or empty directory")
@@ -430,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument("--max-position", type=int, default=2048, metavar="N", help="context length (default 2048)")
-    parser.add_argument("--dense-layers", type=int, nargs="+", default=[], metavar="LAYER", help="layers without experts")
+    parser.add_argument("--dense-layers", type=int, nargs="+", default=[], metavar="N", help="layers without experts")
     parser.add_argument("--tie-word-embeddings", action="store_true", help="the head is the embedding")
     parser.add_argument("--clip-qkv", type=float, metavar="X", help="bound on q, k, v elements (olmoe)")
     parser.add_argument("--entropy", type=float, default=2.5, metavar="NATS", help="of the next token (default 2.5)")
@@ -440,8 +339,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-tokenizer", dest="tokenizer", action="store_false", help="write no tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="of all randomness (default 0)")
     options = vars(parser.parse_args(arguments))
-    out, sizes = options["out"], PRESETS[options.pop("preset")]
+    out: Path = options["out"]
+    sizes: dict[str, Any] = dict(PRESETS[options.pop("preset")])
     options["dense_layers"] = tuple(options["dense_layers"])
+    quiet_transformers()
     started = time.perf_counter()
     try:
         make_tiny_model(**(sizes | {name: value for name, value in options.items() if value is not None}))

@@ -18,7 +18,17 @@ from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
 
 # Widths that are no multiple of 32, expert counts that no worker count divides; one ordinary model.
-ODD = {"hidden": 72, "intermediate": 56, "experts": 7, "top_k": 2, "heads": 6, "kv_heads": 2, "head_dim": 12, "layers": 3, "mean_tokens": 300}
+ODD = {
+    "hidden": 72,
+    "intermediate": 56,
+    "experts": 7,
+    "top_k": 2,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 12,
+    "layers": 3,
+    "mean_tokens": 300,
+}
 SIZES: dict[str, dict] = {
     "tiny": {"arch": "qwen3_moe"},
     "qwen3_moe": {"arch": "qwen3_moe", **ODD, "dense_layers": (1,), "tie_word_embeddings": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from conftest import ARCHITECTURES, make_requests, smallest_memory
@@ -10,7 +11,10 @@ from conftest import ARCHITECTURES, make_requests, smallest_memory
 import flexfloor
 from flexfloor.ledger.accounting import Summary
 
+
 def hashes(summary: Summary) -> tuple[str, str]:
+    assert summary.responses_sha256
+    assert summary.logprobs_sha256
     return summary.responses_sha256, summary.logprobs_sha256
 
 
@@ -28,7 +32,7 @@ def test_hashes_do_not_depend_on_workers_order_chunks_or_preemption(checkpoint: 
         seen["2 workers, small chunks"] = hashes(flexfloor.rollout(fleet, requests).summary)
         grouped = flexfloor.rollout(fleet, requests, policy="static-grouped", order="shuffle:1").summary
         seen["2 workers, grouped"] = hashes(grouped)
-    sizes = {"prefill_tokens": 64, "max_batch": 16, "page_tokens": 4}
+    sizes: dict[str, Any] = {"prefill_tokens": 64, "max_batch": 16, "page_tokens": 4}
     longest = max(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
     memory = smallest_memory(model, 3, longest, **sizes)
     with flexfloor.Fleet.launch(model, workers=3, worker_memory=memory, **sizes) as fleet:

@@ -20,6 +20,7 @@ from flexfloor.fleets.engine.fleet import EngineFleet
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Callable) -> Iterator[EngineFleet]:
     with flexfloor.Fleet.launch(checkpoint("tiny"), workers=2) as launched:
+        assert isinstance(launched, EngineFleet)
         yield launched
 
 
@@ -161,7 +162,7 @@ def test_a_stopped_worker_is_named_within_worker_timeout(checkpoint: Callable) -
     responses = start_long_rollout(fleet)
     os.kill(pids[1], signal.SIGSTOP)
     stopped_at = time.monotonic()
-    with pytest.raises(flexfloor.WorkerFailedError, match="^worker 1 gave no sign of life for 3 s"):
+    with pytest.raises(flexfloor.WorkerFailedError, match=r"^worker 1 gave no sign of life for 3 s"):
         list(responses)
     assert time.monotonic() - stopped_at < 3 + 3
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -53,7 +53,9 @@ def test_attention_equals_torch(kv_heads: int, group: int, dim: int, page: int, 
         )
         torch.testing.assert_close(out[row].view(kv_heads, group, dim), expected, atol=2e-6, rtol=1e-5)
     grouped = q.view(len(q), kv_heads, group, dim)
-    torch.testing.assert_close(kv._forward_torch(1, grouped, k, v, dim**-0.5, window).view(q.shape), out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        kv._forward_torch(1, grouped, k, v, dim**-0.5, window).view(q.shape), out, atol=2e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (72, 56), (56, 72), (15, 7)])
@@ -86,7 +88,10 @@ def test_expert_kernel_equals_torch_and_ignores_the_other_rows(hidden: int, inne
     for token in range(tokens):
         for k in range(top_k):
             flat = slots[row_of[choice[token, k]]]
-            gate_up, down = flat[: 2 * inner * hidden].view(2 * inner, hidden), flat[2 * inner * hidden :].view(hidden, inner)
+            gate_up, down = (
+                flat[: 2 * inner * hidden].view(2 * inner, hidden),
+                flat[2 * inner * hidden :].view(hidden, inner),
+            )
             gate, up = (gate_up @ x[token]).chunk(2)
             expected[token] += weights[token, k] * (down @ (F.silu(gate) * up))
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make_tiny_model import PRESETS, make_tiny_model
@@ -48,7 +49,7 @@ def test_a_worker_stays_within_its_budget_and_experts_are_loaded_once(big_model:
     requests = flexfloor.make_requests(
         [[7 + i] * 150 for i in range(12)], sampling=flexfloor.SamplingParams(max_tokens=40, ignore_eos=True)
     )
-    sizes = {"prefill_tokens": 128, "max_batch": 64}
+    sizes: dict[str, Any] = {"prefill_tokens": 128, "max_batch": 64}
     with flexfloor.Fleet.launch(big_model, workers=WORKERS, worker_memory=budget, **sizes) as fleet:
         result = flexfloor.rollout(fleet, requests)
         details = result.summary.to_json()["workers_detail"]

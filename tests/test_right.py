@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import flexfloor
 def check_against_stock(
     model: Path, requests: Sequence[flexfloor.Request], responses: Sequence[flexfloor.Response]
 ) -> None:
-    """Log-probs within 1e-4; greedy tokens are the stock argmax or within 1e-3 of its logit; `generate` agrees for 95%."""
+    """Log-probs within 1e-4; greedy tokens are the stock argmax or 1e-3 from its logit; `generate` agrees for 95%."""
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     equal = []
     for request, response in zip(requests, responses, strict=True):
@@ -50,8 +51,10 @@ def test_right_with_shared_prefixes_and_with_preemption(checkpoint: Callable, ar
     with flexfloor.Fleet.launch(model, workers=2, prefill_tokens=60) as fleet:
         grouped = flexfloor.rollout(fleet, requests, policy="static-grouped")
     check_against_stock(model, requests, grouped.responses)
-    sizes = {"prefill_tokens": 64, "max_batch": 16, "page_tokens": 4}
-    with flexfloor.Fleet.launch(model, workers=2, worker_memory=smallest_memory(model, 2, longest, **sizes), **sizes) as f:
+    sizes: dict[str, Any] = {"prefill_tokens": 64, "max_batch": 16, "page_tokens": 4}
+    with flexfloor.Fleet.launch(
+        model, workers=2, worker_memory=smallest_memory(model, 2, longest, **sizes), **sizes
+    ) as f:
         tight = flexfloor.rollout(f, requests)
     assert tight.summary.preemptions > 0
     for a, b in zip(grouped.responses, tight.responses, strict=True):

@@ -7,6 +7,8 @@ Two parts of vLLM's own CPU backend stop short of DP with EP; `install` complete
 * The CPU expert kernel ignores `expert_map`: it would index its local weights with global expert ids.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -33,6 +35,8 @@ def all_gatherv(communicator, tensors, dim: int = 0, sizes: Sizes | None = None)
     world_size = communicator.world_size
     if world_size == 1:
         return tensors
+    if tensors.dtype == torch.int32:  # the shared-memory kernel copies floats only: lend it the bits
+        return all_gatherv(communicator, tensors.view(torch.float32), dim, sizes).view(torch.int32)
     rows = max(sizes) if sizes else tensors.shape[0]
     gathered = tensors.new_empty((world_size, rows, *tensors.shape[1:]))
     if rows > tensors.shape[0]:  # the collectives want equal shapes
@@ -69,6 +73,7 @@ def _use_shared_memory(communicator_cls: type) -> None:
     def __init__(self, *args, unique_name: str = "", **kwargs) -> None:
         original_init(self, *args, unique_name=unique_name, **kwargs)
         if unique_name.startswith("dp") and self.world_size > 1:
+            os.environ["VLLM_DIST_IDENT"] = f"dp-{os.environ['VLLM_DP_MASTER_PORT']}"  # the segment's name, agreed
             self.dist_module = _CPUSHMDistributed(self)
 
     communicator_cls.__init__ = __init__

@@ -15,7 +15,7 @@ import cpu_expert_parallel
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    job = json.loads(sys.stdin.readline())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     if job["workers"] > 1:

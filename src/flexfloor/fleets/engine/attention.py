@@ -47,9 +47,9 @@ class PagedKV:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim] of the tokens in `batch`. Returns [tokens, heads, dim].
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim] of the tokens in `batch`.
 
-        window: most recent tokens that are seen, 0 for all.
+        window: most recent tokens that are seen, 0 for all. Returns [tokens, heads, dim].
         """
         assert self.batch is not None
         kv_heads = k.shape[1]
@@ -60,7 +60,15 @@ class PagedKV:
         kernels.write_kv(self._array, layer, b.pages, b.offsets, k.contiguous().numpy(), v.contiguous().numpy())
         out = torch.empty_like(grouped)
         kernels.attend(
-            grouped.numpy(), self._array, layer, b.tables, b.sequence, b.positions, np.float32(scale), window, out.numpy()
+            grouped.numpy(),
+            self._array,
+            layer,
+            b.tables,
+            b.sequence,
+            b.positions,
+            np.float32(scale),
+            window,
+            out.numpy(),
         )
         return out.view(q.shape)
 
@@ -107,7 +115,10 @@ class PagedKV:
         order = np.argsort(b.positions, kind="stable")
         groups, begin = [], 0
         for end in range(1, len(order) + 1):
-            full = end < len(order) and (int(b.positions[order[end]]) + 1 + _PAD) * (end + 1 - begin) * width > _GATHER_ELEMENTS
+            full = (
+                end < len(order)
+                and (int(b.positions[order[end]]) + 1 + _PAD) * (end + 1 - begin) * width > _GATHER_ELEMENTS
+            )
             if end == len(order) or full:
                 groups.append(order[begin:end])
                 begin = end

@@ -74,7 +74,9 @@ def inspect_checkpoint(path: Path | str, dtype: str = "auto") -> CheckpointInfo:
     kv_heads = config.num_key_value_heads
     moe_layers = tuple(sorted({layer for layer, _, _ in experts}))
     if not moe_layers:
-        raise UnsupportedError(f"{path}: the checkpoint has no expert weights; FlexFloor runs mixture-of-experts models")
+        raise UnsupportedError(
+            f"{path}: the checkpoint has no expert weights; FlexFloor runs mixture-of-experts models"
+        )
     _check_experts(path, experts, count, hidden, intermediate)
     if moe_layers[-1] >= layers:
         raise InputError(f"{path}: weights for layer {moe_layers[-1]}, but config.json says {layers} layers")
@@ -91,9 +93,7 @@ def inspect_checkpoint(path: Path | str, dtype: str = "auto") -> CheckpointInfo:
         expert_bytes=3 * hidden * intermediate * itemsize,
         kv_token_bytes=layers * 2 * kv_heads * head_dim * itemsize,
     )
-    return CheckpointInfo(
-        path, config, compute_dtype, shape, hidden, intermediate, kv_heads, head_dim, dense, experts
-    )
+    return CheckpointInfo(path, config, compute_dtype, shape, hidden, intermediate, kv_heads, head_dim, dense, experts)
 
 
 def _read_config(path: Path) -> Any:
@@ -126,7 +126,9 @@ def _read_config(path: Path) -> Any:
     except Exception as error:  # transformers validates configs with many exception types
         raise InputError(f"{file}: {' '.join(str(error).split())[:300]}") from None
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        raise UnsupportedError(f"{file}: rope_type {rope['rope_type']!r} depends on the length of the batch; not supported")
+        raise UnsupportedError(
+            f"{file}: rope_type {rope['rope_type']!r} depends on the length of the batch; not supported"
+        )
     if getattr(config, "hidden_act", "silu") != "silu":
         raise UnsupportedError(f"{file}: hidden_act {config.hidden_act!r} is not supported; experts must use silu")
     if not 0 < config.num_experts_per_tok <= (_first(config, "num_experts", "num_local_experts") or 0):
@@ -156,7 +158,9 @@ def _read_headers(path: Path) -> dict[str, TensorEntry]:
                 part = tensors.get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
-                    raise UnsupportedError(f"{file}: tensor {name} has dtype {part.get_dtype()}, which is not supported")
+                    raise UnsupportedError(
+                        f"{file}: tensor {name} has dtype {part.get_dtype()}, which is not supported"
+                    )
                 entries[name] = TensorEntry(file, name, tuple(part.get_shape()), dtype)
     missing = expected - set(entries)
     if missing:
@@ -202,10 +206,12 @@ def _check_experts(
         "gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate),
         "gate_up": (2 * intermediate, hidden),
     }  # fmt: skip
-    for (layer, expert, part), entry in experts.items():
+    for (_layer, expert, part), entry in experts.items():
         shape = wanted[part] if expert >= 0 else (count, *wanted[part])
         if entry.shape != shape:
-            raise InputError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, config.json wants {list(shape)}")
+            raise InputError(
+                f"{entry.file}: {entry.name} has shape {list(entry.shape)}, config.json wants {list(shape)}"
+            )
         if expert >= count:
             raise InputError(f"{entry.file}: {entry.name} is expert {expert}, config.json says {count} experts")
     for layer in {layer for layer, _, _ in experts}:
@@ -214,7 +220,9 @@ def _check_experts(
         for expert in range(count):
             for part in ("gate", "up", "down"):
                 if (layer, expert, part) not in experts:
-                    raise InputError(f"{path}: {part}_proj of layer {layer}, expert {expert} is missing; incomplete checkpoint")
+                    raise InputError(
+                        f"{path}: {part}_proj of layer {layer}, expert {expert} is missing; incomplete checkpoint"
+                    )
 
 
 def _choose_dtype(dtype: str, config: Any, entries: dict[str, TensorEntry]) -> torch.dtype:

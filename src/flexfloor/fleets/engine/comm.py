@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,13 @@ class EpochGroup:
         if device.type == "cuda" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(prefixed, self.rank, self.size, options)
+            self._group: Any = dist.ProcessGroupNCCL(prefixed, self.rank, self.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             # Workers of one machine talk over loopback: no host name has to resolve, no port is open to the network.
-            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # type: ignore[attr-defined]
-            self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)  # type: ignore[call-arg]
+            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+            self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
 
     @property
     def size(self) -> int:
@@ -42,7 +43,7 @@ class EpochGroup:
     def all_to_all(
         self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int], source_splits: Sequence[int]
     ) -> None:
-        """Send source_splits[r] rows of `source` to each rank r and receive out_splits[r] rows from it, in rank order."""
+        """Send source_splits[r] rows of `source` to each rank r and receive out_splits[r] from it, in rank order."""
         self.exchanges += 1
         self._group.alltoall_base(out, source, list(out_splits), list(source_splits), dist.AllToAllOptions()).wait()
 

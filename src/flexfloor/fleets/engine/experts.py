@@ -7,6 +7,7 @@ pairs in (token, k) order, which the token's owner adds in top-k order.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class ExpertParallel:
         results = self._compute(layer, received[:, :hidden].contiguous(), chosen)
         local = self._row[layer][chosen.cpu().numpy()] >= 0
         bounds = np.cumsum([0, *self.rows])
-        back = [int(local[begin:end].sum()) for begin, end in zip(bounds, bounds[1:], strict=False)]
+        back = [int(local[begin:end].sum()) for begin, end in pairwise(bounds)]
         owners = np.bincount(self._owner[layer][experts.cpu().numpy()].ravel(), minlength=size).tolist()
         out = x.new_empty(sum(owners), hidden)
         self._group.all_to_all(out, results, owners, back)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from multiprocessing.connection import wait as wait_for_pipes
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError, WorkerFailedError
-from flexfloor.fleet import FleetInfo, FleetStatus, Progress, WorkerStatus, load_plugin
+from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, WorkerStatus, load_plugin
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.launcher import WorkerHandle
 from flexfloor.fleets.engine.numerics import BITWISE_PATHS, NumericsPath, cbwr_setting
@@ -49,7 +49,7 @@ def launch_engine(
     return EngineFleet(info, workers, settings, requests, on_phase or (lambda phase: None))
 
 
-class EngineFleet:
+class EngineFleet(Fleet):
     """A fleet of real workers. See `flexfloor.fleet.Fleet` for the verbs."""
 
     def __init__(
@@ -96,12 +96,12 @@ class EngineFleet:
         with clock.phase("load", "loading weights"):
             interval = min(1.0, settings.worker_timeout / 4)
             self._call("init", {w: (self._worker_config(w), interval) for w in members})
-            loaded = self._call("load", {w: () for w in members})
+            loaded = self._call("load", dict.fromkeys(members, ()))
         with clock.phase("connect", "connecting"):
             # Owned by the driver, which is never released; one key prefix an epoch.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             address = ("127.0.0.1", self._store.port)
-            self._call("connect", {w: (self._epoch, members, address) for w in members})
+            self._call("connect", dict.fromkeys(members, (self._epoch, members, address)))
         with clock.phase("self-check", "checking numerics"):
             path = self._choose_numerics(members)
         self._info = FleetInfo(
@@ -151,7 +151,7 @@ class EngineFleet:
         if forced := os.environ.get("FLEXFLOOR_NUMERICS_PATH"):
             paths = tuple(p for p in paths if p == forced)
         for path in paths:
-            if all(self._call("check_numerics", {w: (path,) for w in members}).values()):
+            if all(self._call("check_numerics", dict.fromkeys(members, (path,))).values()):
                 return path
         raise UnsupportedError(
             f"numerics 'bitwise' does not hold on this machine for {self._checkpoint.dtype} (tried "
@@ -177,7 +177,7 @@ class EngineFleet:
 
     def start(self) -> None:
         self._requests, self._bound, self._iteration = {}, {}, 0
-        self._call("start", {w: () for w in self._handles})
+        self._call("start", dict.fromkeys(self._handles, ()))
         self._update_status()
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -209,7 +209,7 @@ class EngineFleet:
     def advance(self, iterations: int) -> Progress:
         if not self._bound:
             return Progress(self._epoch, self._iteration, 0)
-        results = self._call("advance", {w: (iterations,) for w in self._handles})
+        results = self._call("advance", dict.fromkeys(self._handles, (iterations,)))
         ordered = [results[w] for w in sorted(results)]
         done = {len(r.iterations.seconds) for r in ordered}
         assert len(done) == 1, f"workers disagree on the number of iterations: {done}"
@@ -264,7 +264,7 @@ class EngineFleet:
         self.close()
 
     def _update_status(self) -> None:
-        self._status = self._call("status", {w: () for w in self._handles})
+        self._status = self._call("status", dict.fromkeys(self._handles, ()))
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class EngineFleet:
         handle.wait(1.0)
         return handle.exit_reason() or "closed its pipe"
 
-    def _fail_after_error(self, worker: int, value: tuple[str, str]) -> None:
+    def _fail_after_error(self, worker: int, value: tuple[str, str]) -> NoReturn:
         """An exchange breaks on every survivor when a peer dies: look for who is really gone before naming one."""
         message, trace = value
         deadline = time.monotonic() + 1.0
@@ -335,7 +335,7 @@ class EngineFleet:
             print(trace)
         self._fail(worker, f"failed: {' '.join(message.split())[:500]}")
 
-    def _fail(self, worker: int, reason: str) -> Any:
+    def _fail(self, worker: int, reason: str) -> NoReturn:
         for handle in self._handles.values():
             handle.kill()
         self.close()
@@ -362,4 +362,6 @@ def _check_device(settings: EngineSettings, workers: int) -> None:
     if not torch.cuda.is_available():
         raise InputError("device is cuda, but torch sees no GPU; use --device cpu")
     if torch.cuda.device_count() < workers:
-        raise InputError(f"{workers} workers need {workers} GPUs, there are {torch.cuda.device_count()}; give fewer workers")
+        raise InputError(
+            f"{workers} workers need {workers} GPUs, there are {torch.cuda.device_count()}; give fewer workers"
+        )

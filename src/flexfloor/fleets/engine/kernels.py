@@ -232,7 +232,7 @@ def combine_pairs(results, experts, weights, owner_of, owner_begins, out):
     """out[t] = sum over k of weights[t, k] * result of (t, k), added in top-k order.
 
     results: [pairs, hidden], one block an owner, inside a block in (token, k) order; experts: int64 [tokens, top_k];
-    weights: [tokens, top_k]; owner_of: int64 [experts]; owner_begins: int64 [owners], start of each block (overwritten).
+    weights: [tokens, top_k]; owner_of: int64 [experts]; owner_begins: int64 [owners], block starts (overwritten).
     """
     tokens, top_k = experts.shape
     for t in range(tokens):
@@ -251,7 +251,10 @@ def combine_pairs(results, experts, weights, owner_of, owner_begins, out):
 
 @kernel
 def linear_rows(x, weight, out):
-    """out = x @ weight.T with the row-invariant tiles. x: [rows, inner]; weight: [columns, inner]; out: [rows, columns]."""
+    """out = x @ weight.T with the row-invariant tiles.
+
+    x: [rows, inner]; weight: [columns, inner]; out: [rows, columns].
+    """
     here = np.arange(x.shape[0])
     matmul_rows(x, here, weight.reshape(weight.size), weight.shape[0], out, here)
 

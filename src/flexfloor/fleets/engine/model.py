@@ -73,7 +73,9 @@ class ShardedModel:
         config = copy.deepcopy(info.config)
         config._experts_implementation = EXPERTS
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=info.dtype).eval()
+            self.model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=info.dtype
+            ).eval()
         self.kv = PagedKV(arena.pages)
         self.experts = ExpertParallel(arena, info.intermediate)
         self._path: NumericsPath = "fast"
@@ -108,13 +110,15 @@ class ShardedModel:
 
     @torch.inference_mode()
     def load_dense(self) -> int:
-        """Load everything but the experts. Returns bytes. Raises InputError for missing, unknown or misshapen tensors."""
+        """Load everything but the experts. Returns bytes. Raises InputError for a missing, unknown or misshapen one."""
         info, state, loaded = self.info, {}, 0
         wanted = {n: p for n, p in self.model.state_dict().items() if n not in self._expert_parameters}
         tied = bool(getattr(info.config, "tie_word_embeddings", False))
         if tied:
             wanted.pop("lm_head.weight", None)
-        names = {n for n in info.dense if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")}
+        names = {
+            n for n in info.dense if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")
+        }
         if missing := sorted(set(wanted) - names):
             raise InputError(f"{info.path}: tensor {missing[0]} is missing; the checkpoint is incomplete")
         if unknown := sorted(names - set(wanted)):
@@ -123,7 +127,8 @@ class ShardedModel:
             name = entry.name.replace(".block_sparse_moe.", ".mlp.")
             if entry.shape != tuple(wanted[name].shape):
                 raise InputError(
-                    f"{entry.file}: {entry.name} has shape {list(entry.shape)}, config.json wants {list(wanted[name].shape)}"
+                    f"{entry.file}: {entry.name} has shape {list(entry.shape)}, "
+                    f"config.json wants {list(wanted[name].shape)}"
                 )
             # A copy of our own: the reader's tensors are views of the mapped file.
             state[name] = torch.empty(entry.shape, dtype=info.dtype, device=self.device).copy_(tensor)
@@ -146,7 +151,7 @@ class ShardedModel:
             layer = info.shape.moe_layers[index]
             for part in places:
                 for source in (expert, -1):
-                    if entry := info.experts.get((layer, source, part)):  # type: ignore[call-overload]
+                    if entry := info.experts.get((layer, source, part)):  # type: ignore[arg-type]
                         jobs.setdefault(entry, []).append((expert if source < 0 else -1, slot, part))
         loaded = 0
         for entry, tensor in _read(iter(jobs), slices=True):

@@ -68,7 +68,9 @@ def check_request(request: Request, info: CheckpointInfo, memory: Sequence[Memor
             f"{shape.max_context} tokens; shorten it"
         )
     if not all(0 <= token < shape.vocab_size for token in request.prompt_tokens):
-        raise InputError(f"request {request.request_id}: a prompt token is outside the vocabulary of {shape.vocab_size}")
+        raise InputError(
+            f"request {request.request_id}: a prompt token is outside the vocabulary of {shape.vocab_size}"
+        )
     if request.sampling.stop and not has_tokenizer(info.path):
         raise InputError(f"{info.path}: has no tokenizer, which stop strings need; use stop token ids")
     longest = min(length + request.sampling.max_tokens, shape.max_context)

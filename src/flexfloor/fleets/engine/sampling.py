@@ -11,7 +11,6 @@ import torch
 from flexfloor.requests import Request
 
 
-
 def request_key(request: Request) -> int:
     """64 bits that stand for (seed, step, request id)."""
     text = f"{request.sampling.seed}/{request.sampling.step}/{request.request_id}"

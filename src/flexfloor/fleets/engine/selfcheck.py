@@ -48,7 +48,9 @@ def check_row_invariance(
             begin_iteration(len(batch))
             hidden = model.forward(batch, np.arange(end - begin), depth)
             if end > begin:
-                logits.append(torch.log_softmax(model.logits(hidden).float(), dim=-1).gather(1, _next(model, begin, end)))
+                logits.append(
+                    torch.log_softmax(model.logits(hidden).float(), dim=-1).gather(1, _next(model, begin, end))
+                )
         pages = -(-length // page_tokens)
         kv = model.arena.pages[:pages, :depth].transpose(1, 4)  # [pages, page_tokens, 2, kv_heads, layers, dim]
         result = torch.cat(logits), kv.flatten(0, 1)[:length].clone()

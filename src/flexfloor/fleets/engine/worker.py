@@ -85,9 +85,7 @@ class Worker:
         """Join the group of a membership epoch. Collective over `members`."""
         if len(members) > 1:
             store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-            self._group = EpochGroup(
-                store, epoch, members, self.config.worker, self.device, self.config.group_timeout
-            )
+            self._group = EpochGroup(store, epoch, members, self.config.worker, self.device, self.config.group_timeout)
         self.model.experts.set_epoch(self.config.placement, self._group, self.config.worker)
 
     def check_numerics(self, path: NumericsPath) -> bool:
@@ -124,7 +122,7 @@ class Worker:
         self.scheduler.cancel(request_ids)
 
     def advance(self, iterations: int) -> ChunkResult:
-        """Up to `iterations`, fewer when no request is live on any worker; all workers stop at the same one. Collective."""
+        """Up to `iterations`, fewer when no request is live on any worker; all stop at the same one. Collective."""
         records: list[tuple[float, int, int, int, int]] = []
         preemptions: list[Preemption] = []
         begin = time.perf_counter()
@@ -174,10 +172,8 @@ class Worker:
 
     def _share(self, rows: int, live: int) -> int:
         """Tell all members this iteration's rows; returns the live requests of the whole fleet."""
-        if self._group is None:
-            counts = [[rows, live]]
-        else:
-            counts = self._group.share_counts((rows, live), self.device)
+        group = self._group
+        counts = [[rows, live]] if group is None else group.share_counts((rows, live), self.device)
         self.model.experts.begin_iteration([c[0] for c in counts])
         return sum(c[1] for c in counts)
 
@@ -253,4 +249,3 @@ def process_memory() -> int:
 
         return psutil.Process().memory_info().rss
     return sum(fields.values())
-

