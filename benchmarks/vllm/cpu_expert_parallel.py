@@ -82,22 +82,24 @@ def _use_shared_memory(communicator_cls: type) -> None:
 def _only_local_picks(apply):
     """Give the kernel this rank's (token, expert) picks alone, as rows of one pick each, so that it does no vain work."""
 
-    def apply_locally(
-        self, output, hidden, w1, w2, topk_weights, topk_ids, activation, num_experts, expert_map, *rest
-    ) -> None:
+    def apply_locally(self, output, hidden_states, topk_weights, topk_ids, expert_map, **rest) -> None:
         if expert_map is None:
-            apply(self, output, hidden, w1, w2, topk_weights, topk_ids, activation, num_experts, None, *rest)
+            picks = dict(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
+            apply(self, output=output, expert_map=None, **picks, **rest)
             return
         slots = expert_map[topk_ids]
         token, pick = torch.nonzero(slots >= 0, as_tuple=True)
         output.zero_()
         if not len(token):
             return
-        rows = hidden[token]
+        rows = hidden_states[token]
+        picks = dict(
+            hidden_states=rows,
+            topk_weights=topk_weights[token, pick].unsqueeze(1),
+            topk_ids=slots[token, pick].unsqueeze(1).to(topk_ids.dtype),
+        )
         results = torch.empty_like(rows)
-        weights = topk_weights[token, pick].unsqueeze(1)
-        ids = slots[token, pick].unsqueeze(1).to(topk_ids.dtype)
-        apply(self, results, rows, w1, w2, weights, ids, activation, num_experts, None, *rest)
+        apply(self, output=results, expert_map=None, **picks, **rest)
         output.index_add_(0, token, results)
 
     return apply_locally

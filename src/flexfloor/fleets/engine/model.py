@@ -71,7 +71,7 @@ class ShardedModel:
         register_hooks()
         self.info, self.arena, self.device = info, arena, device
         config = copy.deepcopy(info.config)
-        config._experts_implementation = EXPERTS
+        config._experts_implementation = "eager"
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=info.dtype
@@ -100,6 +100,8 @@ class ShardedModel:
                 layer = int(name.split(".layers.")[1].split(".")[0])
                 if layer not in self._moe_index:
                     raise InputError(f"{self.info.path}: layer {layer} has experts in the model but not in the files")
+                # Not through the constructor: some releases check the name there against their own list.
+                module.config._experts_implementation = EXPERTS
                 module.flexfloor_experts = self.experts
                 module.flexfloor_layer = self._moe_index[layer]
                 names |= {f"{name}.{parameter}" for parameter, _ in module.named_parameters()}
