@@ -42,7 +42,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: setup $(TINY)/config.json  ## a rollout on four workers with a tiny random model: where did the time go?
-	$(BIN)/flexfloor rollout --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --max-tokens 512 \
+	$(BIN)/flexfloor rollout --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --max-tokens 768 \
 	  --workers 4 --worker-memory 512MiB --out $(DEMO)/responses.jsonl
 
 $(TINY)/config.json: examples/make_tiny_model.py | setup

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +66,9 @@ def measure(preset: str, rounds: int) -> dict[str, float]:
                 result = flexfloor.rollout(fleet, requests)
                 if turn >= 0:  # the first turn warms up
                     speeds[name].append(result.summary.throughput_tok_s)
-                print(f"{preset}, round {turn + 1}: {name} {result.summary.throughput_tok_s:.0f} tok/s", file=sys.stderr)
+                print(
+                    f"{preset}, round {turn + 1}: {name} {result.summary.throughput_tok_s:.0f} tok/s", file=sys.stderr
+                )
     return {name: statistics.median(found) for name, found in speeds.items()}
 
 
@@ -85,11 +88,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    console, figures = Console(), {}
+    console = Console()
+    figures: dict[str, Any] = {}
     for preset in args.preset or list(LOADS):
         speeds = measure(preset, args.rounds)
         count, tokens, _ = LOADS[preset]
-        table = Table("configuration", "tok/s", title=f"{preset} model, {count} requests of {tokens} tokens, 1 thread a worker")
+        table = Table(
+            "configuration", "tok/s", title=f"{preset} model, {count} requests of {tokens} tokens, 1 thread a worker"
+        )
         for name, speed in speeds.items():
             table.add_row(name, f"{speed:.0f}")
         ratios = Table("ratio", "measured", "wanted")

@@ -64,7 +64,10 @@ def race(model: Path, prompts: list[flexfloor.Prompt], tokens: int, memory: str,
     sampling = flexfloor.SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = flexfloor.make_requests(batch, sampling=sampling)
     ours, theirs = [], []
-    with _Generate(model, batch, tokens) as stock, flexfloor.Fleet.launch(model, workers=2, worker_memory=memory) as fleet:
+    with (
+        _Generate(model, batch, tokens) as stock,
+        flexfloor.Fleet.launch(model, workers=2, worker_memory=memory) as fleet,
+    ):
         for turn in range(rounds):
             ours.append(flexfloor.rollout(fleet, requests).summary.throughput_tok_s)
             theirs.append(stock.run())

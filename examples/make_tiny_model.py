@@ -7,8 +7,8 @@ statistics that an inference engine meets are lifelike: next-token distributions
 their load unevenly, and responses end by eos after widely varying lengths (about geometric, the same law for
 every prompt). Norm weights differ from one, so that a forgotten norm shows.
 
-    python examples/make_tiny_model.py --out /tmp/tiny-moe
-    python examples/make_tiny_model.py --out /tmp/small-moe --preset small --dtype bfloat16
+    python examples/make_tiny_model.py --out runs/tiny-moe
+    python examples/make_tiny_model.py --out runs/small-moe --preset small --dtype bfloat16
 
 presets (further options override single sizes):
   tiny   hidden 256, 4 layers, 16 experts top-4 of 128, vocabulary 512
@@ -32,7 +32,7 @@ from typing import Any
 from tiny_tokenizer import BOS, EOS, IM_START, PAD, SMALLEST_VOCAB, build_tokenizer
 from writing_checkpoints import InputError, OneLineParser, new_directory, quiet_transformers
 
-PRESETS: dict[str, dict[str, int]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden": 256, "layers": 4, "experts": 16, "top_k": 4, "intermediate": 128,
         "heads": 8, "kv_heads": 2, "vocab": 512,
@@ -239,7 +239,7 @@ def mixing_gain(sizes: ModelSizes) -> float:
 CONSTANT = 0
 CONSTANT_SHARE = 0.2  # its share of the embedding's norm
 EOS_SPREAD = 1.0  # standard deviation of eos's logit, nats
-EOS_HASTE = 0.7  # nats by which spread makes responses end earlier than eos's mean logit says, measured
+EOS_HASTE = 0.9  # nats by which spread makes responses end earlier than eos's mean logit says, measured
 ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
 ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
 LAYER_GAIN = 0.7  # RMS that experts add per layer, in units of the embedding's RMS

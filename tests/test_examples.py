@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from writing_checkpoints import new_directory, parameter_counts
 
-EXAMPLES = Path(tiny.__file__).parent
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL: dict[str, Any] = {
     "hidden": 64,
     "layers": 2,
@@ -39,7 +39,8 @@ EXPERT_NAMES = {
 
 def load(path):
     """The model at `path`, once it is sure that every weight came from the files and none was left over."""
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, info = loaded
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
 
@@ -136,7 +137,7 @@ def test_responses_end_by_eos_at_a_plausible_rate(tmp_path):
 
 def test_tokenizer_round_trips_and_chats(tmp_path):
     path = tiny.make_tiny_model(tmp_path / "model", **SMALL, vocab=700)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     assert len(tokenizer) == 700
     texts = ["Numbers 1234, ünïcode 🚲, tabs\t and  spaces?\n\n", "ن\x00 漢字", "def f(x):\n    return x  # 3.14", ""]
     for text in texts:
