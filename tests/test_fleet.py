@@ -187,3 +187,13 @@ def test_launch_and_close_leave_nothing_behind(checkpoint: Callable) -> None:
         with flexfloor.Fleet.launch(checkpoint("tiny"), workers=2) as fleet:
             flexfloor.rollout(fleet, [request("x", max_tokens=2)])
     assert footprint() == before
+
+
+def test_options_of_other_engines_are_refused_in_words(checkpoint: Callable) -> None:
+    from flexfloor.fleets.engine.fleet import UNSUPPORTED_OPTIONS
+
+    for name in UNSUPPORTED_OPTIONS:
+        with pytest.raises(flexfloor.UnsupportedError, match=f"^{name}: .* is not supported"):
+            flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, **{name: 2})
+    with pytest.raises(flexfloor.InputError, match="no_such_option"):
+        flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, no_such_option=2)

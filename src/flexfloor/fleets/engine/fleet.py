@@ -28,6 +28,16 @@ from flexfloor.world.experts import place_contiguous
 _IMPORT_TIMEOUT = 300.0  # seconds; a first import on a cold disk is slow, and no heartbeat can tell
 _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike long before a group's own timeout
 
+UNSUPPORTED_OPTIONS = {
+    "tensor_parallel_size": "tensor parallelism inside a worker",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "enable_lora": "running LoRA adapters",
+    "quantization": "quantisation",
+    "speculative_config": "speculative decoding",
+    "enable_return_routed_experts": "output of the routed experts",
+}
+"""Options of other engines that users will try, and what they would have asked for."""
+
 
 def launch_engine(
     model: Path | str,
@@ -42,6 +52,9 @@ def launch_engine(
     requests: that are going to be submitted; one that cannot run is refused here already.
     Everything that can be refused is refused before a process is started. Raises InputError, UnsupportedError.
     """
+    for name in options:
+        if name in UNSUPPORTED_OPTIONS:
+            raise UnsupportedError(f"{name}: {UNSUPPORTED_OPTIONS[name]} is not supported; leave the option out")
     settings = EngineSettings.parse(**options)
     if workers < 1:
         raise InputError(f"workers is {workers}; give at least 1")
