@@ -239,7 +239,7 @@ def mixing_gain(sizes: ModelSizes) -> float:
 CONSTANT = 0
 CONSTANT_SHARE = 0.2  # its share of the embedding's norm
 EOS_SPREAD = 1.0  # standard deviation of eos's logit, nats
-EOS_HASTE = 0.9  # nats by which spread makes responses end earlier than eos's mean logit says, measured
+EOS_HASTE = 0.5  # nats by which spread makes responses end earlier than eos's mean logit says, measured
 ATTENTION_SPREAD = 1.5  # standard deviation of attention logits, nats
 ROUTER_SPREAD = 1.5  # standard deviation of router logits, nats
 LAYER_GAIN = 0.7  # RMS that experts add per layer, in units of the embedding's RMS

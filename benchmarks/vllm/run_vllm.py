@@ -10,11 +10,13 @@ Exit codes: 0 done, 1 vLLM failed or took too long, 2 bad input.  Needs the envi
 """
 
 import argparse
+import contextlib
 import glob
 import importlib.metadata
 import json
 import math
 import os
+import random
 import selectors
 import signal
 import socket
@@ -277,10 +279,17 @@ def preloaded_libraries() -> list[str]:
     return glob.glob(TCMALLOC)[:1] + [str(openmp)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(count: int = 10) -> int:
+    """First of `count` free ports in a row, below the ephemeral range: vLLM counts up from its first."""
+    for first in random.sample(range(20000, 32000, count), 100):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise RankFailed(f"no {count} free ports in a row on 127.0.0.1")
 
 
 def write_result(path: Path, result: dict) -> None:
