@@ -39,6 +39,8 @@ def test_hashes_do_not_depend_on_workers_order_chunks_or_preemption(checkpoint: 
         tight = flexfloor.rollout(fleet, requests).summary
         assert tight.preemptions > 0
         seen["3 workers, preempted"] = hashes(tight)
+    with flexfloor.Fleet.launch(model, workers=4, transport="gloo") as fleet:
+        seen["4 workers over Gloo"] = hashes(flexfloor.rollout(fleet, requests).summary)
     with flexfloor.Fleet.launch(model, workers=4) as fleet:
         seen["4 workers"] = hashes(flexfloor.rollout(fleet, requests).summary)
     assert len(set(seen.values())) == 1, seen

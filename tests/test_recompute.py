@@ -33,6 +33,7 @@ def make_worker(model: Path, path: NumericsPath = "blocks", **engine: object) ->
             placement=placement,
             eos_token_ids=frozenset(),
             device="cpu",
+            transport="socket",
             threads=1,
             page_tokens=settings.page_tokens,
             max_batch=settings.max_batch,

@@ -70,11 +70,20 @@ class EngineSettings(Settings):
     numerics: Literal["auto", "bitwise", "fast"] = Field(
         "auto", description="bitwise: tokens do not depend on batch, workers or preemption; auto: bitwise on cpu"
     )
+    transport: Literal["auto", "socket", "gloo", "nccl"] = Field(
+        "auto", description="between workers; auto: Unix sockets on cpu, nccl on cuda"
+    )
     worker_timeout: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a worker is failed")
     launcher: str = Field("local", description="how worker processes are started")
     page_tokens: int = Field(16, ge=4, le=256, multiple_of=4, description="tokens of one KV page")
     max_batch: int = Field(256, ge=1, description="most live requests on one worker")
     prefill_tokens: int = Field(512, ge=1, description="most prompt tokens a worker computes in one iteration")
+
+    @property
+    def resolved_transport(self) -> Literal["socket", "gloo", "nccl"]:
+        if self.transport == "auto":
+            return "socket" if self.device == "cpu" else "nccl"
+        return self.transport
 
     @property
     def resolved_numerics(self) -> Literal["bitwise", "fast"]:

@@ -68,26 +68,18 @@ class ExpertParallel:
     def _exchange(self, layer: int, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Results of this worker's pairs, one block an owner, and the blocks' sizes."""
         assert self._group is not None
-        size, (tokens, hidden) = self._group.size, x.shape
-        top_k = experts.shape[1]
+        hidden, top_k = x.shape[1], experts.shape[1]
         # Expert numbers travel in the row, as integers in the bits of its dtype.
         words = experts.to(torch.int32 if x.dtype == torch.float32 else torch.int16).view(x.dtype)
         rows = torch.cat((x, words), dim=1)
         received = x.new_empty(sum(self.rows), hidden + top_k)
-        others = [0 if r == self._rank else n for r, n in enumerate(self.rows)]
-        mine = [0 if r == self._rank else tokens for r in range(size)]
-        incoming = x.new_empty(sum(others), hidden + top_k)
-        self._group.all_to_all(incoming, rows.repeat(size - 1, 1), others, mine)
-        before = sum(self.rows[: self._rank])
-        received[:before] = incoming[:before]
-        received[before : before + tokens] = rows
-        received[before + tokens :] = incoming[before:]
+        self._group.all_gather(received, rows, self.rows)
         chosen = received[:, hidden:].contiguous().view(words_dtype(x.dtype)).to(torch.int64)
         results = self._compute(layer, received[:, :hidden].contiguous(), chosen)
         local = self._row[layer][chosen.cpu().numpy()] >= 0
         bounds = np.cumsum([0, *self.rows])
         back = [int(local[begin:end].sum()) for begin, end in pairwise(bounds)]
-        owners = np.bincount(self._owner[layer][experts.cpu().numpy()].ravel(), minlength=size).tolist()
+        owners = np.bincount(self._owner[layer][experts.cpu().numpy()].ravel(), minlength=self._group.size).tolist()
         out = x.new_empty(sum(owners), hidden)
         self._group.all_to_all(out, results, owners, back)
         return out, owners

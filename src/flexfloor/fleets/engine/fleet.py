@@ -149,6 +149,7 @@ class EngineFleet(Fleet):
             placement=self._placement,
             eos_token_ids=read_eos_token_ids(self._checkpoint),
             device=f"cuda:{worker}" if s.device == "cuda" else "cpu",
+            transport=s.resolved_transport,
             threads=s.threads_per_worker,
             page_tokens=s.page_tokens,
             max_batch=s.max_batch,

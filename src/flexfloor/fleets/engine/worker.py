@@ -17,7 +17,7 @@ from flexfloor.fleet import Preemption, RequestProgress, WorkerIterations, Worke
 from flexfloor.fleets.engine.arena import Arena, KVLayout
 from flexfloor.fleets.engine.batching import build_batch
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo
-from flexfloor.fleets.engine.comm import EpochGroup
+from flexfloor.fleets.engine.comm import EpochGroup, Transport, join_group
 from flexfloor.fleets.engine.model import ShardedModel
 from flexfloor.fleets.engine.numerics import NumericsPath
 from flexfloor.fleets.engine.pages import PageAllocator
@@ -41,6 +41,7 @@ class WorkerConfig:
     placement: ExpertPlacement
     eos_token_ids: frozenset[int]
     device: str
+    transport: Transport
     threads: int
     page_tokens: int
     max_batch: int
@@ -85,7 +86,8 @@ class Worker:
         """Join the group of a membership epoch. Collective over `members`."""
         if len(members) > 1:
             store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-            self._group = EpochGroup(store, epoch, members, self.config.worker, self.device, self.config.group_timeout)
+            c = self.config
+            self._group = join_group(c.transport, store, epoch, members, c.worker, c.group_timeout)
         self.model.experts.set_epoch(self.config.placement, self._group, self.config.worker)
 
     def check_numerics(self, path: NumericsPath) -> bool:
