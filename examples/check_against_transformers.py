@@ -1,7 +1,7 @@
 """Check the responses of a rollout against stock transformers: log-probabilities, greedy choices, `generate`.
 
-    flexfloor rollout --model DIR --prompts FILE --out runs/responses.jsonl --temperature 0
-    python examples/check_against_transformers.py --model DIR --prompts FILE --responses runs/responses.jsonl --temperature 0
+    flexfloor rollout --model DIR --prompts FILE --out runs/out.jsonl --temperature 0
+    python examples/check_against_transformers.py --model DIR --prompts FILE --responses runs/out.jsonl --temperature 0
 
 Give the sampling options of the rollout again. Exit code 1 if a check fails.
 """
@@ -62,7 +62,10 @@ def compare(
             if generate:
                 ids = torch.tensor([prompt])
                 out = stock.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.sampling.max_tokens, do_sample=False
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=request.sampling.max_tokens,
+                    do_sample=False,
                 )
                 equal.append(out[0, len(prompt) :].tolist() == response.tokens)
     share = sum(equal) / len(equal) if equal else None

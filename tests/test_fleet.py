@@ -194,6 +194,6 @@ def test_options_of_other_engines_are_refused_in_words(checkpoint: Callable) -> 
 
     for name in UNSUPPORTED_OPTIONS:
         with pytest.raises(flexfloor.UnsupportedError, match=f"^{name}: .* is not supported"):
-            flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, **{name: 2})
+            flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, kind="engine", **{name: 2})
     with pytest.raises(flexfloor.InputError, match="no_such_option"):
         flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, no_such_option=2)

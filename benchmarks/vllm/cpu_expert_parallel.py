@@ -10,7 +10,6 @@ Two parts of vLLM's own CPU backend stop short of DP with EP; `install` complete
 import os
 
 import torch
-import torch.distributed as dist
 
 Sizes = list[int]
 
@@ -80,11 +79,11 @@ def _use_shared_memory(communicator_cls: type) -> None:
 
 
 def _only_local_picks(apply):
-    """Give the kernel this rank's (token, expert) picks alone, as rows of one pick each, so that it does no vain work."""
+    """Give the kernel this rank's (token, expert) picks alone, each as a row of its own: no vain work."""
 
     def apply_locally(self, output, hidden_states, topk_weights, topk_ids, expert_map, **rest) -> None:
         if expert_map is None:
-            picks = dict(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
+            picks = {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids}
             apply(self, output=output, expert_map=None, **picks, **rest)
             return
         slots = expert_map[topk_ids]
@@ -93,11 +92,11 @@ def _only_local_picks(apply):
         if not len(token):
             return
         rows = hidden_states[token]
-        picks = dict(
-            hidden_states=rows,
-            topk_weights=topk_weights[token, pick].unsqueeze(1),
-            topk_ids=slots[token, pick].unsqueeze(1).to(topk_ids.dtype),
-        )
+        picks = {
+            "hidden_states": rows,
+            "topk_weights": topk_weights[token, pick].unsqueeze(1),
+            "topk_ids": slots[token, pick].unsqueeze(1).to(topk_ids.dtype),
+        }
         results = torch.empty_like(rows)
         apply(self, output=results, expert_map=None, **picks, **rest)
         output.index_add_(0, token, results)

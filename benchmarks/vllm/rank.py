@@ -1,8 +1,9 @@
 """One vLLM process of the benchmark: a whole engine, or one rank of a data-parallel group.
 
-Started by `run_vllm.py`, which sets the environment.  argv: a JSON object (see `main`).  On standard input every line
-asks for one pass over the requests; every pass is answered by one JSON line with its start and end (monotonic seconds,
-comparable between processes).  Standard output is kept for these lines; what vLLM prints there goes to standard error.
+Started by `run_vllm.py`, which sets the environment.  The first line of standard input is the job, a JSON object; every
+further line asks for one pass over the requests.  "Ready" and each pass are answered by one JSON line, a pass with its
+start and end (monotonic seconds, comparable between processes) and the process's CPU seconds.  Standard output is kept
+for these lines; what vLLM prints there goes to standard error.
 """
 
 import gc
@@ -30,7 +31,6 @@ def main() -> None:
         SamplingParams(
             max_tokens=limit,
             temperature=job["temperature"],
-            seed=None,
             ignore_eos=True,
             detokenize=False,
             logprobs=0 if job["logprobs"] else None,  # 0: the sampled token alone
@@ -46,15 +46,13 @@ def main() -> None:
         start, cpu_start = time.monotonic(), time.process_time()
         outputs = llm.generate(requests, params, use_tqdm=False)
         end, cpu_s = time.monotonic(), time.process_time() - cpu_start
-        tokens = [output.outputs[0].token_ids for output in outputs]
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
         assert [len(ids) for ids in tokens] == max_tokens
         if job["logprobs"]:
-            assert all(len(output.outputs[0].logprobs) == limit for output, limit in zip(outputs, max_tokens))
-        answers.write(json.dumps({"start": start, "end": end, "cpu_s": cpu_s, "tokens": [list(ids) for ids in tokens]}) + "\n")
+            assert [len(output.outputs[0].logprobs) for output in outputs] == max_tokens
+        answers.write(json.dumps({"start": start, "end": end, "cpu_s": cpu_s, "tokens": tokens}) + "\n")
 
     llm.llm_engine.engine_core.shutdown()
-    answers.flush()
-    if os.environ.get("PROF"): return
     os._exit(0)  # vLLM's own teardown can hang at exit
 
 

@@ -2,9 +2,9 @@
 
     python run_vllm.py --model DIR --requests FILE.json --workers 1|2 --out FILE.json
 
-The requests file holds `{"prompts": [[token ids]...], "max_tokens": [int...], "concurrency": int}`.  Every response gets
-exactly its `max_tokens`.  After the start and one warm-up pass every pass hands over all requests at once; `wall_s`
-runs from the first request handed over to the last response complete, and is the median over `--repeats` passes.
+The requests file holds `{"prompts": [[token ids]...], "max_tokens": [int...], "concurrency": int}`.  Every response
+gets exactly its `max_tokens`.  After the start and one warm-up pass every pass hands over all requests at once;
+`wall_s` runs from the first request handed over to the last response complete, the median over `--repeats` passes.
 
 Exit codes: 0 done, 1 vLLM failed or took too long, 2 bad input.  Needs the environment of `requirements.txt`.
 """
@@ -80,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.repeats < 1 or args.warmup < 0 or args.threads < 1 or args.timeout <= 0 or args.temperature < 0:
         parser.error("--repeats and --threads start at 1, --warmup and --temperature at 0, --timeout above 0")
+    if args.compile and args.workers > 1:
+        parser.error("--compile works with --workers 1 only: torch.compile cannot trace the exchange between ranks")
     return args
 
 
@@ -100,7 +102,7 @@ def read_requests(path: Path, model: Path, workers: int) -> dict:
         raise BadInput(f"{path}: concurrency, max_tokens and the prompts' lengths start at 1 (per worker)")
     if max(map(max, prompts)) >= config["vocab_size"]:
         raise BadInput(f"{path}: a token id is outside the vocabulary of {config['vocab_size']}")
-    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, max_tokens))
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, max_tokens, strict=True))
     if longest > config["max_position_embeddings"]:
         raise BadInput(f"{path}: a prompt with its response needs {longest} positions")
     return {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "longest": longest}
@@ -212,16 +214,12 @@ class Rank:
 
     def finish(self) -> None:
         self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # `kill` follows
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            pass  # `kill` follows
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def last_error(self) -> str:
@@ -276,7 +274,7 @@ def preloaded_libraries() -> list[str]:
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if not openmp.exists():
         raise BadInput(f"{openmp} is missing: install requirements.txt into this environment")
-    return glob.glob(TCMALLOC)[:1] + [str(openmp)]
+    return [*glob.glob(TCMALLOC)[:1], str(openmp)]
 
 
 def free_port(count: int = 10) -> int:

@@ -143,20 +143,33 @@ def check_devices() -> Iterator[Finding]:
 
 
 def check_communication(limit_s: float = 10.0) -> Iterator[Finding]:
-    """Two members of a group exchange numbers over loopback, as workers do."""
+    """Two members of a group exchange numbers, over each of the ways that workers on a CPU can."""
+    answer = _exchange("socket", limit_s)
+    if answer is None:
+        yield Finding("ok", "sockets", "two members exchange over Unix sockets")
+    else:
+        yield Finding("FAIL", "sockets", f"no exchange over Unix sockets ({answer})")
+    answer = _exchange("gloo", limit_s)
+    if answer is None:
+        yield Finding("ok", "gloo", "two members exchange over loopback")
+    else:
+        yield Finding("note", "gloo", f"no exchange over the loopback interface ({answer})")
+
+
+def _exchange(transport: Literal["socket", "gloo"], limit_s: float) -> object | None:
+    """What went wrong between two members, each in a thread; None when nothing did."""
     import torch
     import torch.distributed as dist
 
-    from flexfloor.fleets.engine.comm import EpochGroup
+    from flexfloor.fleets.engine.comm import join_group
 
     store = dist.HashStore()
     results: dict[int, object] = {}
 
     def take_part(worker: int) -> None:
-        cpu = torch.device("cpu")
         try:
-            group = EpochGroup(store, 0, (0, 1), worker, cpu, limit_s)
-            results[worker] = group.share_counts([worker + 7], cpu)
+            group = join_group(transport, store, 0, (0, 1), worker, limit_s)
+            results[worker] = group.share_counts([worker + 7], torch.device("cpu"))
             group.close()
         except Exception as error:
             results[worker] = error
@@ -166,10 +179,7 @@ def check_communication(limit_s: float = 10.0) -> Iterator[Finding]:
         thread.start()
     for thread in threads:
         thread.join(limit_s)
-    if results == {0: [[7], [8]], 1: [[7], [8]]}:
-        yield Finding("ok", "gloo", "two members exchange over loopback")
-    else:
-        yield Finding("FAIL", "gloo", f"no exchange over the loopback interface ({results.get(0, 'no answer')})")
+    return None if results == {0: [[7], [8]], 1: [[7], [8]]} else results.get(0, "no answer")
 
 
 def check_model(model: Path, workers: int) -> Iterator[Finding]:

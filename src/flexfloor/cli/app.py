@@ -70,6 +70,7 @@ def rollout(
     device: Annotated[str | None, option("device")] = None,
     dtype: Annotated[str | None, option("dtype")] = None,
     numerics: Annotated[str | None, option("numerics")] = None,
+    transport: Annotated[str | None, option("transport")] = None,
     worker_timeout: Annotated[float | None, option("worker_timeout", "SECONDS")] = None,
     launcher: Annotated[str | None, option("launcher", "NAME")] = None,
     page_tokens: Annotated[int | None, option("page_tokens")] = None,

@@ -9,9 +9,9 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -80,13 +80,13 @@ class TorchGroup(EpochGroup):
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._group: Any = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             # Over loopback: no host name has to resolve, no port is open to the network.
-            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # type: ignore[attr-defined]
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)  # type: ignore[call-arg]
+            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def all_to_all(
         self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int], source_splits: Sequence[int]
@@ -128,9 +128,9 @@ class SocketGroup(EpochGroup):
                 self._peers[peer] = self._connect(store.get(f"address{peer}").decode())
             while len(self._peers) < self.size - 1:
                 self._accept(listener)
-        for peer in self._peers.values():
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._BUFFER)
-            peer.setblocking(False)
+        for joined in self._peers.values():
+            joined.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._BUFFER)
+            joined.setblocking(False)
 
     def _connect(self, address: str) -> socket.socket:
         peer = socket.socket(socket.AF_UNIX)
@@ -188,7 +188,7 @@ class SocketGroup(EpochGroup):
             peer.close()
 
 
-def _try(transfer, view: memoryview, must: bool = False) -> int:  # type: ignore[no-untyped-def]
+def _try(transfer: Callable[[memoryview], int], view: memoryview, must: bool = False) -> int:
     """Bytes moved without waiting. must: a transfer of nothing means that the peer is gone."""
     try:
         moved = transfer(view)
@@ -202,6 +202,6 @@ def _try(transfer, view: memoryview, must: bool = False) -> int:  # type: ignore
 def _parts(tensor: torch.Tensor, splits: Sequence[int]) -> list[memoryview]:
     """The bytes of `tensor`, cut by rows of its first axis."""
     row = tensor[0].nbytes if len(tensor) else 0
-    whole = memoryview(tensor.view(torch.uint8).numpy()).cast("B") if tensor.numel() else memoryview(bytearray())
+    whole = memoryview(tensor.view(torch.uint8).numpy().data).cast("B") if tensor.numel() else memoryview(bytearray())
     bounds = [0, *itertools.accumulate(n * row for n in splits)]
     return [whole[a:b] for a, b in itertools.pairwise(bounds)]

@@ -18,9 +18,8 @@ from typing import Any, Protocol
 
 from flexfloor.errors import FlexFloorError
 
-
-# glibc reads these at a process's start. Intermediates of an iteration stay in the heap: mapping and unmapping them each
-# time costs page faults, a fifth of the time of a large model. One heap serves all threads.
+# glibc reads these at a process's start. Intermediates of an iteration stay in the heap: mapping and unmapping them
+# each time costs page faults, a fifth of the time of a large model. One heap serves all threads.
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
