@@ -72,13 +72,22 @@ def test_bfloat16_is_close_to_stock_and_bitwise(checkpoint: Callable) -> None:
             result = flexfloor.rollout(fleet, requests)
             found.add((result.summary.responses_sha256, result.summary.logprobs_sha256))
     assert len(found) == 1
-    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    # bfloat16 itself moves log-probs by about a tenth on this model: ask for no more error than stock code has.
+    ours, stocks = [], []
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=d).eval() for d in (torch.float32, torch.bfloat16)
+    )
     with torch.inference_mode():
         for request, response in zip(requests, result.responses, strict=True):
-            prompt = list(request.prompt_tokens)
-            logits = stock(torch.tensor([prompt + response.tokens])).logits[0, len(prompt) - 1 : -1].float() / 0.7
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(response.tokens)[:, None])[:, 0].numpy()
-            assert np.abs(expected - response.logprobs).mean() < 0.1
+            prompt, tokens = list(request.prompt_tokens), torch.tensor(response.tokens)
+            ids = torch.tensor([prompt + response.tokens])
+            truth, stock = (
+                (m(ids).logits[0, len(prompt) - 1 : -1].float() / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+                for m in (exact, rounded)
+            )
+            ours += (torch.from_numpy(response.logprobs) - truth).abs().tolist()
+            stocks += (stock - truth).abs().tolist()
+    assert np.mean(ours) <= 1.3 * np.mean(stocks)
 
 
 @pytest.mark.parametrize(("samples", "temperature"), [(1, 0.0), (3, 0.8)])

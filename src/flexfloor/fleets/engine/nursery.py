@@ -7,6 +7,7 @@ after the fork. It ends when its driver does. Run as `python -m … FD`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,9 @@ def serve(driver: socket.socket) -> None:
     from flexfloor.fleets.engine import kernels
 
     kernels.warm_up()
+    # A collection in a forked worker would walk and copy all that is inherited, in the middle of a rollout.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             message, descriptors, _, _ = socket.recv_fds(driver, 65536, 2)
