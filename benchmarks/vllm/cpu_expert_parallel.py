@@ -67,7 +67,7 @@ def _use_shared_memory(communicator_cls: type) -> None:
     """vLLM gives its shared-memory collectives to tensor- and pipeline-parallel groups only; give them to `dp` too."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    original_init = communicator_cls.__init__
+    original_init = communicator_cls.__init__  # type: ignore[misc]
 
     def __init__(self, *args, unique_name: str = "", **kwargs) -> None:
         original_init(self, *args, unique_name=unique_name, **kwargs)
@@ -75,7 +75,7 @@ def _use_shared_memory(communicator_cls: type) -> None:
             os.environ["VLLM_DIST_IDENT"] = f"dp-{os.environ['VLLM_DP_MASTER_PORT']}"  # the segment's name, agreed
             self.dist_module = _CPUSHMDistributed(self)
 
-    communicator_cls.__init__ = __init__
+    communicator_cls.__init__ = __init__  # type: ignore[misc]
 
 
 def _only_local_picks(apply):

@@ -193,6 +193,7 @@ class Rank:
         self.send(json.dumps(job))
 
     def send(self, line: str) -> None:
+        assert self.process.stdin is not None
         try:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
@@ -200,6 +201,7 @@ class Rank:
             raise RankFailed(f"vLLM rank {self.number} ended: {self.last_error()}") from None
 
     def answer(self, deadline: float) -> dict:
+        assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self.buffer:
@@ -213,6 +215,7 @@ class Rank:
         return json.loads(line)
 
     def finish(self) -> None:
+        assert self.process.stdin is not None
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # `kill` follows
             self.process.wait(30)
