@@ -29,7 +29,7 @@ install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --qu
 FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
   test_prompts.py)
 
-.PHONY: help setup demo demo-real test test-transformers-floor bench bench-vllm lint clean
+.PHONY: help setup demo demo-real test test-transformers-floor bench bench-real bench-vllm lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -81,6 +81,9 @@ $(FLOOR)/.installed: pyproject.toml constraints.txt constraints-floor.txt
 
 bench: setup  ## throughput: workers and numerics against each other
 	$(BIN)/python benchmarks/bench.py
+
+bench-real: $(SMOLLM2)/config.json  ## real text: against stock transformers, rightness and speed (12 GB memory)
+	$(BIN)/python benchmarks/bench_real.py --model $(SMOLLM2)
 
 bench-vllm: setup $(VLLM)/.installed  ## throughput against vLLM on the CPU, in an environment of its own (3.5 GB)
 	$(BIN)/python benchmarks/bench_vllm.py

@@ -197,3 +197,11 @@ def test_options_of_other_engines_are_refused_in_words(checkpoint: Callable) -> 
             flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, kind="engine", **{name: 2})
     with pytest.raises(flexfloor.InputError, match="no_such_option"):
         flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, no_such_option=2)
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "nccl"), ("cuda", "socket"), ("cuda", "gloo")])
+def test_a_transport_that_does_not_go_with_the_device_is_refused(
+    checkpoint: Callable, device: str, transport: str
+) -> None:
+    with pytest.raises(flexfloor.InputError, match=f"transport '{transport}' does not go with device {device}"):
+        flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, device=device, transport=transport)

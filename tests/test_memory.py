@@ -50,7 +50,7 @@ def test_a_worker_stays_within_its_budget_and_experts_are_loaded_once(big_model:
         [[7 + i] * 150 for i in range(12)], sampling=flexfloor.SamplingParams(max_tokens=40, ignore_eos=True)
     )
     sizes: dict[str, Any] = {"prefill_tokens": 128, "max_batch": 64}
-    with flexfloor.Fleet.launch(big_model, workers=WORKERS, worker_memory=budget, **sizes) as fleet:
+    with flexfloor.Fleet.launch(big_model, workers=WORKERS, worker_memory=budget, worker_timeout=120, **sizes) as fleet:
         result = flexfloor.rollout(fleet, requests)
         details = result.summary.to_json()["workers_detail"]
         assert sum(fleet.info.expert_bytes_loaded) == fleet.info.shape.all_expert_bytes

@@ -98,7 +98,7 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("ok", "bitwise", f"MKL with MKL_CBWR={setting}, else block kernels; proved at every start")
     else:
         why = "no MKL" if not torch.backends.mkl.is_available() else f"no row-invariant MKL mode for {capability}"
-        yield Finding("note", "bitwise", f"block kernels, slower ({why}); proved at every start")
+        yield Finding("note", "bitwise", f"block kernels ({why}); proved at every start")
 
 
 def _cpu_model() -> str:

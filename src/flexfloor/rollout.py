@@ -124,10 +124,11 @@ class Rollout:
         queue: list[Request] = []
         try:
             while self._await_work(queue):
-                assignment = self._policy.admit(queue, fleet.status()) if queue else {}
-                if assignment:
+                if queue:
+                    status = fleet.status()
+                    assignment = self._policy.admit(queue, status)
                     fleet.assign(assignment)
-                    queue = self._bind(queue, assignment)
+                    queue = self._bind(queue, assignment, status.iteration)
                 begin = self._now
                 progress = fleet.advance(self._chunk)
                 yield from self._record(progress, begin, waiting=len(queue))
@@ -170,11 +171,11 @@ class Rollout:
             self._ledger.write(submit_record(self._now, len(fresh), sum(len(r.prompt_tokens) for r in fresh)))
         return bool(queue or self._live)
 
-    def _bind(self, queue: list[Request], assignment: dict[int, list[str]]) -> list[Request]:
+    def _bind(self, queue: list[Request], assignment: dict[int, list[str]], iteration: int) -> list[Request]:
         """Note what was assigned; returns the requests that still wait."""
         bound = {name for names in assignment.values() for name in names}
         self._live |= {name: _Partial() for name in bound}
-        self._ledger.write(assign_record(self._now, self._fleet.status().iteration, assignment))
+        self._ledger.write(assign_record(self._now, iteration, assignment))
         return [r for r in queue if r.request_id not in bound]
 
     def _record(self, progress: Progress, t0: float, waiting: int) -> list[Response]:

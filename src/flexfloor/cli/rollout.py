@@ -38,7 +38,7 @@ def run_rollout(settings: RolloutSettings) -> int:
     prompts = read_prompts(settings.prompts, tokenizer, vocab_size=shape.vocab_size, max_context=shape.max_context)
     sampling = settings.sampling
     requests = make_requests(prompts, samples=sampling.samples, sampling=sampling.to_params())
-    show.phase(f"{len(requests)} requests from {len(prompts)} prompts, starting {settings.workers} workers")
+    show.phase(f"{len(requests)} requests from {len(prompts)} prompts")
 
     import flexfloor
 

@@ -76,11 +76,11 @@ class EngineFleet(Fleet):
         self._checkpoint, self._settings = info, settings
         self._placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
         self._memory = plan_memory(info, self._placement, workers, settings)
+        _check_device(settings, workers)
+        for request in requests:  # first, so that a refused budget is answered with the size that does for all
+            check_request(request, info, self._memory)
         for plan in self._memory:
             plan.check()
-        _check_device(settings, workers)
-        for request in requests:
-            check_request(request, info, self._memory)
         self._epoch = 0
         self._iteration = 0
         self._number = 0
@@ -162,7 +162,7 @@ class EngineFleet(Fleet):
         paths: tuple[NumericsPath, ...] = ("fast",) if wanted == "fast" else BITWISE_PATHS
         if "MKL_CBWR" not in self._environment():
             paths = tuple(p for p in paths if p != "cbwr")
-        if forced := os.environ.get("FLEXFLOOR_NUMERICS_PATH"):
+        if wanted == "bitwise" and (forced := os.environ.get("FLEXFLOOR_NUMERICS_PATH")):
             paths = tuple(p for p in paths if p == forced)
         for path in paths:
             if all(self._call("check_numerics", dict.fromkeys(members, (path,))).values()):
@@ -369,6 +369,9 @@ class _Stopwatch:
 
 
 def _check_device(settings: EngineSettings, workers: int) -> None:
+    if (settings.resolved_transport == "nccl") != (settings.device == "cuda"):
+        choices = "nccl" if settings.device == "cuda" else "socket or gloo"
+        raise InputError(f"transport {settings.transport!r} does not go with device {settings.device}; use {choices}")
     if settings.device != "cuda":
         return
     import torch
