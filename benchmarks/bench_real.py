@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path("runs/models/smollm2-moe"))
     parser.add_argument("--prompts", type=Path, default=EXAMPLES / "chat_prompts.jsonl")
     parser.add_argument("--check-tokens", type=int, default=48)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker-memory", default="5GiB")
     args = parser.parse_args()

@@ -14,7 +14,7 @@ from conftest import ARCHITECTURES
 import flexfloor
 from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
 from flexfloor.fleets.engine.fleet import plan_memory
-from flexfloor.fleets.engine.numerics import NumericsPath
+from flexfloor.fleets.engine.numerics import NumericsPath, RowLinear
 from flexfloor.fleets.engine.worker import Worker, WorkerConfig
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
@@ -103,12 +103,12 @@ def test_self_check_accepts_the_block_path_and_would_refuse_a_batch_dependent_on
 ) -> None:
     worker = make_worker(checkpoint(architecture))
     assert worker.check_numerics("blocks")
-    stock = type(worker.model.model.lm_head).forward
+    right = RowLinear.__call__
 
-    def batch_dependent(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return stock(self, x) + 1e-6 * x.shape[-2]
+    def batch_dependent(self: RowLinear, x: torch.Tensor) -> torch.Tensor:
+        return right(self, x) + 1e-6 * x.shape[-2]
 
-    monkeypatch.setattr(type(worker.model.model.lm_head), "forward", batch_dependent)
+    monkeypatch.setattr(RowLinear, "__call__", batch_dependent)
     assert not worker.check_numerics("blocks")
 
 

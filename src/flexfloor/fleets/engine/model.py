@@ -16,7 +16,7 @@ from flexfloor.fleets.engine.arena import Arena
 from flexfloor.fleets.engine.attention import ATTENTION, Batch, PagedKV, flexfloor_attention, no_mask
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, TensorEntry, open_tensors
 from flexfloor.fleets.engine.experts import EXPERTS, ExpertParallel, flexfloor_experts
-from flexfloor.fleets.engine.numerics import NumericsPath, numerics_mode
+from flexfloor.fleets.engine.numerics import NumericsPath, install_linear, numerics_mode
 from flexfloor.world.experts import ExpertPlacement
 
 _TABLE_BLOCK = 1024  # positions
@@ -109,6 +109,7 @@ class ShardedModel:
 
     def set_numerics(self, path: NumericsPath) -> None:
         self._path = path
+        install_linear(self.model, path)
 
     @torch.inference_mode()
     def load_dense(self) -> int:
