@@ -32,7 +32,9 @@ from flexfloor.progress import (
 )
 from flexfloor.requests import FinishReason
 
-SHAPE = ModelShape("mixtral", 2, (0, 1), 8, 2, 100, 64, dense_bytes=10, expert_bytes=3, kv_token_bytes=1)
+SHAPE = ModelShape(
+    "mixtral", 2, (0, 1), 8, 2, 100, 64, dense_bytes=10, expert_bytes=3, kv_token_bytes=1, hidden=4, itemsize=2
+)
 HASHES = ("a" * 64, "b" * 64)
 
 

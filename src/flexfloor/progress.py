@@ -26,6 +26,9 @@ class ModelShape:
     dense_bytes: int  # everything but the experts
     expert_bytes: int  # one expert of one layer
     kv_token_bytes: int  # keys and values of one token, all layers
+    hidden: int  # elements of one hidden vector
+    itemsize: int  # bytes of one element
+    lookup_bytes: int = 0  # of dense_bytes, those that are looked up and not read whole: an untied input embedding
 
     @property
     def all_expert_bytes(self) -> int:

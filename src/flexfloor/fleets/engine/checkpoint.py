@@ -81,6 +81,7 @@ def inspect_checkpoint(path: Path | str, dtype: str = "auto") -> CheckpointInfo:
     if moe_layers[-1] >= layers:
         raise InputError(f"{path}: weights for layer {moe_layers[-1]}, but config.json says {layers} layers")
     itemsize = compute_dtype.itemsize
+    tied = bool(getattr(config, "tie_word_embeddings", False))
     shape = ModelShape(
         model_type=config.model_type,
         layers=layers,
@@ -92,6 +93,9 @@ def inspect_checkpoint(path: Path | str, dtype: str = "auto") -> CheckpointInfo:
         dense_bytes=sum(_elements(e.shape) for e in dense.values()) * itemsize,
         expert_bytes=3 * hidden * intermediate * itemsize,
         kv_token_bytes=layers * 2 * kv_heads * head_dim * itemsize,
+        hidden=hidden,
+        itemsize=itemsize,
+        lookup_bytes=0 if tied else config.vocab_size * hidden * itemsize,
     )
     return CheckpointInfo(path, config, compute_dtype, shape, hidden, intermediate, kv_heads, head_dim, dense, experts)
 
