@@ -56,7 +56,7 @@ def start(workers: int) -> dict[str, Any]:
 
 def worked(worker: int, seconds: list[float], batch: list[int]) -> WorkerIterations:
     zeros = np.zeros(len(batch), dtype=np.int64)
-    return WorkerIterations(worker, np.array(seconds), np.array(batch), zeros, zeros, zeros)
+    return WorkerIterations(worker, np.array(seconds), np.array(batch), zeros, zeros, zeros, zeros)
 
 
 def gained(request_id: str, worker: int, tokens: int, finish_iteration: int | None = None) -> RequestProgress:
@@ -188,7 +188,7 @@ def test_one_iteration_chunks_give_the_same_iteration_counts():
     for chunk in records[3:5]:
         for i in range(chunk["iterations"]):
             at = chunk["first_iteration"] + i
-            arrays = ("seconds", "batch", "prefill_tokens", "kv_tokens", "experts_touched")
+            arrays = ("seconds", "batch", "prefill_tokens", "kv_tokens", "experts_touched", "overran")
             cut.append(
                 chunk
                 | {

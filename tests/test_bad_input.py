@@ -105,6 +105,7 @@ CASES: dict[str, tuple[Callable[[Call], object], str]] = {
     "more workers than experts": (given(workers="17"), "workers is 17 but the model has 16 experts"),
     "budget below the floor": (given(worker_memory="32MiB"), "worker_memory 32.0 MiB is too small"),
     "unknown policy": (given(policy="best"), "policy 'best' is not known; there is static"),
+    "unknown profile": (given(profile="b300"), "profile 'b300' is not known; there is h200, h800, slow"),
     "unknown launcher": (given(launcher="cloud"), "launcher 'cloud' is not known; there is local"),
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flexfloor.cli import main
-from flexfloor.cli.display import ProgressLines, format_count, print_summary
+from flexfloor.cli.display import ProgressLines, format_count, print_summary, warn_of_overruns
 from flexfloor.cli.options import NAMES, TABLES, flag, load_settings
 from flexfloor.cli.rollout import output_files
 from flexfloor.cli.signals import Stopped, stoppable
@@ -115,6 +115,7 @@ REFUSED_VALUES = {
     "page-tokens": ("0", "--page-tokens: "),
     "max-batch": ("0", "--max-batch: "),
     "prefill-tokens": ("0", "--prefill-tokens: "),
+    "pace": ("0", "--pace: input should be greater than 0, got 0"),
     "chunk": ("0", "--chunk: "),
 }
 
@@ -268,6 +269,18 @@ def test_the_summary_is_shown_with_every_worker(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for told in ("bitwise (cbwr)", "0.5 tok/s", "54.2%", "62.5%", "a/" + "long" * 40):
         assert told in out, out
+
+
+def test_a_pace_that_was_not_kept_is_one_line(capsys: pytest.CaptureFixture[str]):
+    start = {"type": "start", "schema": 1, "policy": "static", "settings": {}, "fleet": FLEET}
+    summary = replace(summarize([start]), pace=2.0, profile="h200", paced_overrun_share=0.01, pace_valid=True)
+    warn_of_overruns(summarize([start]))
+    warn_of_overruns(summary)
+    assert capsys.readouterr().err == ""
+    warn_of_overruns(replace(summary, paced_overrun_share=0.5, pace_valid=False))
+    err = capsys.readouterr().err
+    assert err.startswith("flexfloor: warning: static: 50.0% of the iterations took longer than --pace 2 allows")
+    assert err.count("\n") == 1
 
 
 def test_signals_become_one_exception_and_the_second_does_not_disturb_the_way_out():

@@ -15,6 +15,7 @@ import flexfloor
 from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
 from flexfloor.fleets.engine.fleet import plan_memory
 from flexfloor.fleets.engine.numerics import NumericsPath, RowLinear
+from flexfloor.fleets.engine.pacing import Pace
 from flexfloor.fleets.engine.worker import Worker, WorkerConfig
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
@@ -39,6 +40,7 @@ def make_worker(model: Path, path: NumericsPath = "blocks", **engine: object) ->
             max_batch=settings.max_batch,
             prefill_tokens=settings.prefill_tokens,
             group_timeout=30,
+            pace=Pace.of(settings),
         )
     )
     worker.load()

@@ -85,6 +85,7 @@ class WorkerIterations:
     prefill_tokens: np.ndarray
     kv_tokens: np.ndarray  # context tokens read by attention, summed over decode requests
     experts_touched: np.ndarray  # (layer, expert) pairs computed here
+    overran: np.ndarray  # 1 where the work took longer than the pace allows; 0 without pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +123,5 @@ class FleetInfo:
     versions: dict[str, str]
     expert_bytes_loaded: tuple[int, ...] = ()  # per worker
     start_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase of the launch
+    pace: float | None = None  # seconds of this fleet for one second of the profile's device
+    profile: str | None = None  # name of the device profile; None without pace

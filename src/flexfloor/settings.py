@@ -78,6 +78,13 @@ class EngineSettings(Settings):
     page_tokens: int = Field(16, ge=4, le=256, multiple_of=4, description="tokens of one KV page")
     max_batch: int = Field(256, ge=1, description="most live requests on one worker")
     prefill_tokens: int = Field(512, ge=1, description="most prompt tokens a worker computes in one iteration")
+    pace: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="every iteration lasts at least this many times what it takes on the device of --profile",
+    )
+    profile: str = Field("h200", description="device profile: h200, h800, slow, or a TOML file")
 
     @property
     def resolved_transport(self) -> Literal["socket", "gloo", "nccl"]:

@@ -76,6 +76,8 @@ def rollout(
     page_tokens: Annotated[int | None, option("page_tokens")] = None,
     max_batch: Annotated[int | None, option("max_batch")] = None,
     prefill_tokens: Annotated[int | None, option("prefill_tokens")] = None,
+    pace: Annotated[float | None, option("pace", "SCALE")] = None,
+    profile: Annotated[str | None, option("profile", "NAME|FILE")] = None,
     chunk: Annotated[int | None, option("chunk")] = None,
     quiet: Annotated[bool | None, option("quiet")] = None,
     config: Annotated[

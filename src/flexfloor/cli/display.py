@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from flexfloor.ledger.accounting import MOST_OVERRUNS
 from flexfloor.world.memory import format_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ class ProgressLines:
         )
 
 
+def warn_of_overruns(summary: Summary, stream: TextIO | None = None) -> None:
+    """One line when the machine could not keep the pace, also in a quiet run: its times must not be used."""
+    if summary.pace_valid is False:
+        print(
+            f"flexfloor: warning: {summary.policy}: {summary.paced_overrun_share:.1%} of the iterations took longer "
+            f"than --pace {summary.pace:g} allows (limit {MOST_OVERRUNS:.0%}); times are not valid, raise --pace",
+            file=stream or sys.stderr,
+        )
+
+
 def print_summary(summary: Summary, files: Mapping[str, Path], stream: TextIO | None = None) -> None:
     """The tables of a summary, and where the files are."""
     from rich.console import Console
@@ -97,6 +108,9 @@ def _totals(summary: Summary) -> Table:
         "per occupied worker-second": f"{format_rate(summary.tokens_per_occupied_s_with_regrow)} tokens",
         "post-finish share": f"{summary.post_finish_share:.1%}",
     }
+    if summary.pace is not None:
+        valid = "" if summary.pace_valid else ", not valid"
+        rows["pace"] = f"{summary.pace:g} x {summary.profile} ({summary.paced_overrun_share:.1%} overran{valid})"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flexfloor.cli.display import ProgressLines, print_summary
+from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy.static import make_policy
@@ -59,6 +59,7 @@ def run_rollout(settings: RolloutSettings) -> int:
     write_responses(files["out"], result.responses)
     write_json(files["summary"], result.summary.to_json())
     show.phase("done")
+    warn_of_overruns(result.summary)
     print_summary(result.summary, {"responses": files["out"], "summary": files["summary"], "ledger": files["ledger"]})
     return 0
 

@@ -8,6 +8,7 @@ post_finish(w) the part of it after the last live request of w ended or left:
     tokens_per_occupied_s              = response_tokens / O
     tokens_per_occupied_s_with_regrow  = response_tokens / (O + W · regrow_s)
     post_finish_share                  = Σ_w post_finish(w) / O
+    paced_overrun_share                = iterations in which any worker overran / iterations
 
 The same in iterations instead of seconds is exact and independent of the machine.
 """
@@ -21,6 +22,8 @@ from itertools import accumulate
 from typing import Any
 
 Record = Mapping[str, Any]
+MOST_OVERRUNS = 0.01
+"""Share of iterations that may take longer than the pace allows; above it the times of a paced run mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,10 @@ class Summary:
     step: int | None
     model: str
     versions: dict[str, str]
+    pace: float | None
+    profile: str | None
+    paced_overrun_share: float | None  # None without pace, like the two above and the one below
+    pace_valid: bool | None
 
     def to_json(self) -> dict[str, Any]:
         """The summary as the object of `summary.json`."""
@@ -125,6 +132,11 @@ def _last_live(chunks: Sequence[Record], ends_of: Sequence[list[float]], workers
     return last
 
 
+def _overrun_share(chunks: Sequence[Record], iterations: int) -> float:
+    by_chunk = [[w["overran"] for w in c["workers"]] for c in chunks]
+    return _ratio(sum(any(entry) for arrays in by_chunk for entry in zip(*arrays, strict=True)), iterations)
+
+
 def _last_response(chunks: Sequence[Record], ends_of: Sequence[list[float]]) -> float:
     """Seconds at which the last response was complete."""
     times = [
@@ -166,6 +178,8 @@ def summarize(records: Sequence[Record]) -> Summary:
     ended = Counter(f["worker"] for f in finished)
     closing = {w["worker"]: w for w in end["workers"]} if end else {}
     regrow_s = end["regrow_s"] if end else 0.0
+    pace = fleet.get("pace")
+    overrun_share = None if pace is None else _overrun_share(chunks, iterations)
 
     return Summary(
         schema=start["schema"],
@@ -208,4 +222,8 @@ def summarize(records: Sequence[Record]) -> Summary:
         step=settings.get("step"),
         model=fleet["model"],
         versions=dict(fleet["versions"]),
+        pace=pace,
+        profile=fleet.get("profile"),
+        paced_overrun_share=overrun_share,
+        pace_valid=None if overrun_share is None else overrun_share <= MOST_OVERRUNS,
     )

@@ -65,7 +65,7 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
                 "seconds": [round(float(s), 6) for s in w.seconds],
                 **{
                     name: getattr(w, name).tolist()
-                    for name in ("batch", "prefill_tokens", "kv_tokens", "experts_touched")
+                    for name in ("batch", "prefill_tokens", "kv_tokens", "experts_touched", "overran")
                 },
             }
             for w in progress.workers

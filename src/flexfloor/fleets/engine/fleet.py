@@ -18,6 +18,7 @@ from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, WorkerStatu
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.launcher import WorkerHandle
 from flexfloor.fleets.engine.numerics import BITWISE_PATHS, NumericsPath, cbwr_setting
+from flexfloor.fleets.engine.pacing import Pace
 from flexfloor.fleets.engine.plan import check_request, plan_memory, read_eos_token_ids
 from flexfloor.fleets.engine.process import ERROR, HEARTBEAT, INPUT_ERROR, READY
 from flexfloor.fleets.engine.worker import WorkerConfig
@@ -76,6 +77,7 @@ class EngineFleet(Fleet):
         self._checkpoint, self._settings = info, settings
         self._placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
         self._memory = plan_memory(info, self._placement, workers, settings)
+        self._pace = Pace.of(settings)
         _check_device(settings, workers)
         for request in requests:  # first, so that a refused budget is answered with the size that does for all
             check_request(request, info, self._memory)
@@ -130,6 +132,8 @@ class EngineFleet(Fleet):
             versions={name: version(name) for name in ("flexfloor", "torch", "transformers", "numba")},
             expert_bytes_loaded=tuple(loaded[w] for w in members),
             start_s={name: round(seconds, 3) for name, seconds in self._seconds.items()},
+            pace=settings.pace,
+            profile=None if settings.pace is None else self._pace.profile.name,
         )
         self.start()
 
@@ -155,6 +159,7 @@ class EngineFleet(Fleet):
             max_batch=s.max_batch,
             prefill_tokens=s.prefill_tokens,
             group_timeout=s.worker_timeout * _COLLECTIVE_TIMEOUTS,
+            pace=self._pace,
         )
 
     def _choose_numerics(self, members: Sequence[int]) -> NumericsPath:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from flexfloor.fleets.engine.checkpoint import CheckpointInfo
 from flexfloor.fleets.engine.comm import EpochGroup, Transport, join_group
 from flexfloor.fleets.engine.model import ShardedModel
 from flexfloor.fleets.engine.numerics import NumericsPath
+from flexfloor.fleets.engine.pacing import IterationCounts, Pace, Pacer
 from flexfloor.fleets.engine.pages import PageAllocator
 from flexfloor.fleets.engine.sampling import request_key, sample
 from flexfloor.fleets.engine.scheduler import Chunk, Scheduler, Sequence
@@ -47,6 +47,7 @@ class WorkerConfig:
     max_batch: int
     prefill_tokens: int
     group_timeout: float  # seconds
+    pace: Pace
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Worker:
         self.device = torch.device(config.device)
         self.iteration = 0
         self.peak_memory = 0
+        self._pacer = Pacer(config.pace, config.info.shape)
         self._group: EpochGroup | None = None
         self._tokenizer: Any = None
 
@@ -125,30 +127,32 @@ class Worker:
 
     def advance(self, iterations: int) -> ChunkResult:
         """Up to `iterations`, fewer when no request is live on any worker; all stop at the same one. Collective."""
-        records: list[tuple[float, int, int, int, int]] = []
+        records: list[tuple[float, int, int, int, int, int]] = []
         preemptions: list[Preemption] = []
-        begin = time.perf_counter()
+        self._pacer.begin_chunk()
         for _ in range(iterations):
             chunks = self.scheduler.schedule()
             preemptions += [
                 Preemption(name, self.config.worker, self.iteration) for name in self.scheduler.take_preempted()
             ]
             batch, draws = build_batch(chunks, self.config.page_tokens)
-            if self._share(len(batch), self.scheduler.live) == 0:
-                break
             kv_tokens = sum(c.end for c in chunks if c.sequence.is_decoding)
             prefill_tokens = sum(c.end - c.begin for c in chunks if not c.sequence.is_decoding)
+            own = IterationCounts(len(batch), self.scheduler.live, len(chunks), kv_tokens, prefill_tokens)
+            counts = self._share(own)
+            if sum(c.live for c in counts) == 0:
+                break
             hidden = self.model.forward(batch, draws)
             self._take_tokens(chunks, hidden)
-            end = time.perf_counter()
-            records.append((end - begin, len(chunks), prefill_tokens, kv_tokens, self.model.experts.touched))
-            begin = end
+            touched = self.model.experts.touched
+            seconds, overran = self._pacer.end_iteration(self._pacer.target(counts))
+            records.append((seconds, len(chunks), prefill_tokens, kv_tokens, touched, int(overran)))
             self.iteration += 1
         self.note_memory()
-        seconds, *counts = zip(*records, strict=True) if records else [()] * 5
-        arrays = [np.array(c, dtype=np.int64) for c in counts]
+        columns = list(zip(*records, strict=True)) if records else [()] * 6
+        arrays = [np.array(c, dtype=np.int64) for c in columns[1:]]
         return ChunkResult(
-            WorkerIterations(self.config.worker, np.array(seconds, dtype=np.float64), *arrays),
+            WorkerIterations(self.config.worker, np.array(columns[0], dtype=np.float64), *arrays),
             tuple(self._report()),
             tuple(preemptions),
             self.status(),
@@ -170,14 +174,14 @@ class Worker:
         self.peak_memory = max(self.peak_memory, process_memory())
 
     def _share_rows(self, rows: int) -> None:
-        self._share(rows, 1)
+        self._share(IterationCounts(rows, live=1))
 
-    def _share(self, rows: int, live: int) -> int:
-        """Tell all members this iteration's rows; returns the live requests of the whole fleet."""
+    def _share(self, own: IterationCounts) -> list[IterationCounts]:
+        """Tell all members what this iteration holds here; returns what it holds everywhere, in rank order."""
         group = self._group
-        counts = [[rows, live]] if group is None else group.share_counts((rows, live), self.device)
-        self.model.experts.begin_iteration([c[0] for c in counts])
-        return sum(c[1] for c in counts)
+        counts = [own] if group is None else [IterationCounts(*c) for c in group.share_counts(own, self.device)]
+        self.model.experts.begin_iteration([c.rows for c in counts])
+        return counts
 
     def _take_tokens(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """Draw a token for each chunk that asks for one, and end the sequences that are complete."""
