@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("flexfloor.ledger",),
     (
         "flexfloor.errors",
+        "flexfloor.lengths_file",
         "flexfloor.outputs",
         "flexfloor.progress",
         "flexfloor.prompts",

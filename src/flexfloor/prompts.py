@@ -44,18 +44,27 @@ def load_tokenizer(model: Path) -> Any | None:
 
 
 def read_prompts(
-    path: Path, tokenizer: Any | None, *, vocab_size: int | None = None, max_context: int | None = None
+    path: Path,
+    tokenizer: Any | None,
+    *,
+    vocab_size: int | None = None,
+    max_context: int | None = None,
+    need_max_tokens: bool = False,
 ) -> list[Prompt]:
     """The prompts of a file, in its order. Parquet by the suffix `.parquet`, anything else one JSON object a line.
 
     tokenizer: a transformers tokenizer; None allows `prompt_tokens` only. vocab_size, max_context (tokens): of the
-    model, to check the prompts against.
+    model, to check the prompts against. need_max_tokens: every row must have its `max_tokens`.
     Raises InputError naming file, line or row, field and remedy.
     """
     if path.is_dir():
         raise InputError(f"{path}: prompts is a folder; name a JSONL or Parquet file")
     rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path)
-    prompts = [_to_prompt(where, row, tokenizer, vocab_size, max_context) for where, row in rows]
+    prompts = []
+    for where, row in rows:
+        prompts.append(_to_prompt(where, row, tokenizer, vocab_size, max_context))
+        if need_max_tokens and prompts[-1].max_tokens is None:
+            raise InputError(f"{where} has no max_tokens, which --force-lengths prompts takes the length from; add it")
     if not prompts:
         raise InputError(f"{path}: holds no prompts; give at least one row")
     return prompts

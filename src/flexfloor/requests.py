@@ -50,6 +50,11 @@ class SamplingParams:
         if any(not s for s in self.stop):
             raise InputError("stop holds an empty string; every response would end at once")
 
+    @property
+    def forced_length(self) -> int | None:
+        """Tokens of the response where that is certain beforehand, up to the clamp to the context; else None."""
+        return self.max_tokens if self.ignore_eos and not self.stop and not self.stop_token_ids else None
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -142,6 +142,11 @@ class RolloutSettings(Settings):
     policy: str = Field("static", description="how requests are placed")
     order: str = Field("arrival", description="arrival, or shuffle:SEED")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
+    force_lengths: str | None = Field(
+        None,
+        min_length=1,
+        description="every response gets exactly its length of this file, or the max_tokens of its row in the prompts",
+    )
     quiet: bool = Field(False, description="no progress lines")
     sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()

@@ -57,6 +57,7 @@ def rollout(
     workers: Annotated[int | None, option("workers")] = None,
     policy: Annotated[str | None, option("policy")] = None,
     order: Annotated[str | None, option("order", "arrival|shuffle:SEED")] = None,
+    force_lengths: Annotated[str | None, option("force_lengths", "FILE|prompts")] = None,
     samples: Annotated[int | None, option("samples")] = None,
     max_tokens: Annotated[int | None, option("max_tokens")] = None,
     temperature: Annotated[float | None, option("temperature")] = None,

@@ -1,17 +1,21 @@
-"""`flexfloor rollout`: files → requests → the Python API → files."""
+"""`flexfloor rollout`: files → requests → the Python API → files. What other commands share of that stands here too."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy.static import make_policy
-from flexfloor.prompts import load_tokenizer, read_prompts
-from flexfloor.requests import make_requests
 from flexfloor.settings import RolloutSettings
+
+if TYPE_CHECKING:
+    from flexfloor.fleet import Fleet
+    from flexfloor.requests import Request
 
 
 def run_rollout(settings: RolloutSettings) -> int:
@@ -21,47 +25,89 @@ def run_rollout(settings: RolloutSettings) -> int:
     """
     show = ProgressLines(settings.quiet)
     files = output_files(settings)
-    check_outputs(
-        {f"--{name}": path for name, path in files.items()},
-        {"--prompts": settings.prompts, "--model": settings.model},
-    )
-
+    check_outputs({f"--{name}": path for name, path in files.items()}, input_files(settings))
     make_policy(settings.policy)  # refuses an unknown name before a worker is started
-    show.phase("reading model and prompts")
-    quiet_libraries()
-    from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
-
-    shape = inspect_checkpoint(settings.model, settings.engine.dtype).shape
-    tokenizer = load_tokenizer(settings.model)
-    if settings.sampling.stop and tokenizer is None:
-        raise InputError(f"--stop needs a tokenizer and {settings.model} has none; leave it out or add the tokenizer")
-    prompts = read_prompts(settings.prompts, tokenizer, vocab_size=shape.vocab_size, max_context=shape.max_context)
-    sampling = settings.sampling
-    requests = make_requests(prompts, samples=sampling.samples, sampling=sampling.to_params())
-    show.phase(f"{len(requests)} requests from {len(prompts)} prompts")
-
+    work = read_work(settings, show)
     import flexfloor
 
-    options = settings.engine.model_dump()
-    with flexfloor.Fleet.launch(
-        settings.model, workers=settings.workers, requests=requests, on_phase=show.phase, **options
-    ) as fleet:
+    with launch(settings, work, show) as fleet:
         result = flexfloor.rollout(
             fleet,
-            requests,
+            work.requests,
             policy=settings.policy,
-            order=settings.order,
-            chunk=settings.chunk,
             ledger=files["ledger"],
             on_progress=show.progress,
+            **rollout_arguments(settings),
         )
-    decode_responses(result.responses, tokenizer, requests)
+    decode_responses(result.responses, work.tokenizer, work.requests)
     write_responses(files["out"], result.responses)
     write_json(files["summary"], result.summary.to_json())
     show.phase("done")
     warn_of_overruns(result.summary)
     print_summary(result.summary, {"responses": files["out"], "summary": files["summary"], "ledger": files["ledger"]})
     return 0
+
+
+def rollout_arguments(settings: RolloutSettings) -> dict[str, Any]:
+    """What every command passes on to `flexfloor.rollout`, besides policy, ledger and progress."""
+    return {"order": settings.order, "chunk": settings.chunk}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the files of a command came to. tokenizer: None where the model has none."""
+
+    requests: list[Request]
+    tokenizer: Any | None
+
+
+def read_work(settings: RolloutSettings, show: ProgressLines) -> Work:
+    """The requests that model, prompts and lengths make. Raises InputError."""
+    show.phase("reading model and prompts")
+    quiet_libraries()
+    from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
+    from flexfloor.lengths_file import force_lengths, read_lengths
+    from flexfloor.prompts import load_tokenizer, read_prompts
+    from flexfloor.requests import make_requests
+
+    shape = inspect_checkpoint(settings.model, settings.engine.dtype).shape
+    tokenizer = load_tokenizer(settings.model)
+    if settings.sampling.stop and tokenizer is None:
+        raise InputError(f"--stop needs a tokenizer and {settings.model} has none; leave it out or add the tokenizer")
+    forced = settings.force_lengths
+    prompts = read_prompts(
+        settings.prompts,
+        tokenizer,
+        vocab_size=shape.vocab_size,
+        max_context=shape.max_context,
+        need_max_tokens=forced == "prompts",
+    )
+    sampling = settings.sampling
+    requests = make_requests(prompts, samples=sampling.samples, sampling=sampling.to_params())
+    if forced is not None:
+        own = [r.sampling.max_tokens for r in requests]
+        lengths = own if forced == "prompts" else read_lengths(Path(forced), requests)
+        requests = force_lengths(requests, lengths, max_context=shape.max_context)
+    show.phase(f"{len(requests)} requests from {len(prompts)} prompts")
+    return Work(requests, tokenizer)
+
+
+def launch(settings: RolloutSettings, work: Work, show: ProgressLines) -> Fleet:
+    """The fleet that the settings describe. Raises InputError before any process is started."""
+    from flexfloor.fleet import Fleet
+
+    options = settings.engine.model_dump()
+    return Fleet.launch(
+        settings.model, workers=settings.workers, requests=work.requests, on_phase=show.phase, **options
+    )
+
+
+def input_files(settings: RolloutSettings) -> dict[str, Path]:
+    """Option → file that must not be overwritten."""
+    files = {"--prompts": settings.prompts, "--model": settings.model}
+    if settings.force_lengths not in (None, "prompts"):
+        files["--force-lengths"] = Path(settings.force_lengths)
+    return files
 
 
 def output_files(settings: RolloutSettings) -> dict[str, Path]:
