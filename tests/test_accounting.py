@@ -22,7 +22,6 @@ from flexfloor.ledger.events import (
 )
 from flexfloor.progress import (
     FleetInfo,
-    FleetStatus,
     ModelShape,
     Preemption,
     Progress,
@@ -71,9 +70,8 @@ def gained(request_id: str, worker: int, tokens: int, finish_iteration: int | No
     )
 
 
-def status(workers: int) -> FleetStatus:
-    made = (WorkerStatus(w, True, 0, 9, 10, peak_kv_bytes=100 + w, peak_memory_bytes=1000 + w) for w in range(workers))
-    return FleetStatus(SHAPE, epoch=0, iteration=6, page_tokens=16, workers=tuple(made))
+def status(workers: int) -> list[WorkerStatus]:
+    return [WorkerStatus(w, True, 0, 9, 10, peak_kv_bytes=100 + w, peak_memory_bytes=1000 + w) for w in range(workers)]
 
 
 def hand_written() -> list[dict[str, Any]]:

@@ -97,13 +97,6 @@ def test_cancel_forgets_waiting_and_live_requests(fleet: EngineFleet) -> None:
     assert fleet.advance(5).iterations == 0
 
 
-def test_verbs_that_a_static_fleet_lacks_are_refused_in_words(fleet: EngineFleet) -> None:
-    for verb in (fleet.move, fleet.resize, fleet.load_weights):
-        with pytest.raises(flexfloor.UnsupportedError, match="this fleet does not"):
-            verb({})
-    assert fleet.regrow() == 0.0
-
-
 def test_experts_are_loaded_once(fleet: EngineFleet) -> None:
     assert sum(fleet.info.expert_bytes_loaded) == fleet.info.shape.all_expert_bytes
 
@@ -143,7 +136,7 @@ def start_long_rollout(fleet: EngineFleet) -> Iterator[flexfloor.Response]:
 def test_a_killed_worker_ends_the_run_at_once_and_by_name(checkpoint: Callable, victim: int) -> None:
     fleet = flexfloor.Fleet.launch(checkpoint("tiny"), workers=3)
     assert isinstance(fleet, EngineFleet)
-    pids = [h.pid for h in fleet._handles.values()]  # type: ignore[attr-defined]
+    pids = [h.pid for h in fleet._crew.handles.values()]  # type: ignore[attr-defined]
     responses = start_long_rollout(fleet)
     killed_at = time.monotonic()
     threading.Timer(0.05, os.kill, (pids[victim], signal.SIGKILL)).start()
@@ -158,7 +151,7 @@ def test_a_killed_worker_ends_the_run_at_once_and_by_name(checkpoint: Callable, 
 def test_a_stopped_worker_is_named_within_worker_timeout(checkpoint: Callable) -> None:
     fleet = flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, worker_timeout=3)
     assert isinstance(fleet, EngineFleet)
-    pids = [h.pid for h in fleet._handles.values()]  # type: ignore[attr-defined]
+    pids = [h.pid for h in fleet._crew.handles.values()]  # type: ignore[attr-defined]
     responses = start_long_rollout(fleet)
     os.kill(pids[1], signal.SIGSTOP)
     stopped_at = time.monotonic()

@@ -44,7 +44,7 @@ def make_worker(model: Path, path: NumericsPath = "blocks", **engine: object) ->
         )
     )
     worker.load()
-    worker.connect(0, (0,), ("", 0))
+    worker.connect("alone", placement, (0,))
     worker.model.set_numerics(path)
     return worker
 

@@ -168,7 +168,7 @@ def _exchange(transport: Literal["socket", "gloo"], limit_s: float) -> object | 
 
     def take_part(worker: int) -> None:
         try:
-            group = join_group(transport, store, 0, (0, 1), worker, limit_s)
+            group = join_group(transport, store, "doctor", 0, (0, 1), worker, limit_s)
             results[worker] = group.share_counts([worker + 7], torch.device("cpu"))
             group.close()
         except Exception as error:

@@ -19,6 +19,10 @@ class UnsupportedError(InputError):
     """A model or option that this version does not carry out."""
 
 
+class PlanRefusedError(FlexFloorError):
+    """A resize or move does not fit as planned; nothing was touched and the fleet goes on."""
+
+
 class WorkerFailedError(FlexFloorError):
     """A worker died, hung or raised; the fleet has ended.
 

@@ -13,15 +13,18 @@ from typing import Any, Protocol, Self, runtime_checkable
 from flexfloor.errors import InputError
 from flexfloor.progress import (
     FleetInfo,
-    FleetStatus,
     ModelShape,
     Preemption,
     Progress,
     RequestProgress,
+    RequestStatus,
+    ResizeOutcome,
     WorkerIterations,
     WorkerStatus,
 )
 from flexfloor.requests import Request
+from flexfloor.world.resize import ResizePlan
+from flexfloor.world.status import FleetStatus
 
 __all__ = [
     "Fleet",
@@ -31,6 +34,9 @@ __all__ = [
     "Preemption",
     "Progress",
     "RequestProgress",
+    "RequestStatus",
+    "ResizeOutcome",
+    "ResizePlan",
     "WorkerIterations",
     "WorkerStatus",
     "load_plugin",
@@ -59,17 +65,18 @@ class Fleet(Protocol):
     def advance(self, iterations: int) -> Progress:
         """Run up to `iterations` on every active worker; fewer when no live request is left anywhere."""
 
-    def move(self, moves: Mapping[str, int]) -> None:
-        """Move live requests with their KV: request id → worker."""
-
-    def resize(self, plan: Any) -> None:
-        """Carry out a resize as one transaction."""
+    def apply(self, plan: ResizePlan) -> ResizeOutcome:
+        """Carry out moves or a resize as one transaction. Raises PlanRefusedError, having touched nothing, for a plan
+        that does not fit; a plan that fails while it is prepared changes nothing either and says so in its outcome."""
 
     def regrow(self) -> float:
         """Bring all workers back and the experts into their training layout. Returns seconds."""
 
     def load_weights(self, weights: Any) -> None:
-        """Replace the weights. Only while regrown."""
+        """Replace all weights. Only while regrown. weights: a checkpoint folder, or names and tensors of a model.
+
+        Raises InputError, with the old weights in force, for a name or shape that does not belong or is missing.
+        """
 
     def status(self) -> FleetStatus: ...
 

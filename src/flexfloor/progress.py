@@ -36,6 +36,23 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """A live request on its worker, between two advances."""
+
+    request_id: str
+    prompt_tokens: int
+    response_tokens: int
+    kv_pages: int  # that it reads, shared ones included; 0 while it waits
+    shared_pages: int  # of these, pages of the prompt that siblings on the same worker read too
+    decoding: bool  # its prompt is computed and all but its newest token too
+
+    @property
+    def group(self) -> str:
+        """Siblings have the same one: the request id without the sample."""
+        return self.request_id.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker between two advances. Bytes and counts are of this moment; peaks are since `start`."""
 
@@ -46,21 +63,44 @@ class WorkerStatus:
     kv_pages: int
     peak_kv_bytes: int
     peak_memory_bytes: int  # anonymous + shared memory of the process
+    memory_bytes: int = 0  # the same, now
+    arena_bytes: int = 0  # for KV pages and expert slots together
+    slots: int = 0  # expert slots at the far end of the arena
+    requests: tuple[RequestStatus, ...] = ()
+
+    @property
+    def kv_pages_used(self) -> int:
+        return self.kv_pages - self.kv_pages_free
 
 
 @dataclass(frozen=True, slots=True)
-class FleetStatus:
-    """The whole fleet between two advances."""
+class ResizeOutcome:
+    """What a resize (or moves without one) did, or why it failed. Seconds of the driver, bytes over all workers.
 
-    model: ModelShape
-    epoch: int  # membership epoch
-    iteration: int  # iterations since `start`
-    page_tokens: int
-    workers: tuple[WorkerStatus, ...]
+    left_live: leaving workers that had live requests, which moved.
+    failed: what went wrong while it was prepared; then nothing has changed and the counts are of the plan.
+    """
+
+    epoch: int
+    iteration: int
+    members: tuple[int, ...]
+    leaving: tuple[int, ...]
+    joining: tuple[int, ...]
+    experts: int
+    expert_bytes: int
+    requests: int
+    requests_recomputed: int
+    kv_bytes: int
+    prepare_s: float
+    commit_s: float
+    reason: str
+    left_live: tuple[int, ...] = ()
+    failed: str | None = None
 
     @property
-    def active(self) -> tuple[int, ...]:
-        return tuple(w.worker for w in self.workers if w.active)
+    def stall_s(self) -> float:
+        """Seconds in which nobody generated."""
+        return self.prepare_s + self.commit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +162,7 @@ class FleetInfo:
     threads_per_worker: int
     versions: dict[str, str]
     expert_bytes_loaded: tuple[int, ...] = ()  # per worker
+    weights_version: int = 0  # how often the weights were replaced since the launch
     start_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase of the launch
     pace: float | None = None  # seconds of this fleet for one second of the profile's device
     profile: str | None = None  # name of the device profile; None without pace

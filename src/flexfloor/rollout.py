@@ -23,11 +23,16 @@ from flexfloor.ledger.events import (
     assign_record,
     chunk_record,
     end_record,
+    resize_record,
     start_record,
     submit_record,
 )
-from flexfloor.policy.static import make_policy
+from flexfloor.policy import Policy, make_policy
 from flexfloor.requests import Request, Response, hash_responses
+from flexfloor.world.costs import load_profile
+from flexfloor.world.status import FleetStatus
+
+_PAUSE_AFTER_FAILURE = 8  # looks of the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +67,39 @@ class Rollout:
     """A rollout that takes requests while it runs: `submit` from any thread, `seal` when no more will come.
 
     Iterate over it to run it; it yields responses as they finish and ends when it is sealed and all are done.
+    on_release: told the number of a worker once its memory is free and it is outside every group.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         *,
-        policy: str = "static",
+        policy: str | Policy = "static",
+        knowledge: str = "none",
+        max_slowdown: float = 0.02,
+        min_workers: int = 1,
+        profile: str | Path = "h200",
         chunk: int = 16,
         ledger: LedgerWriter | Path | str | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        on_release: Callable[[int], None] | None = None,
     ) -> None:
         if chunk < 1:
             raise InputError(f"chunk is {chunk}; give at least 1 iteration")
-        self._fleet, self._policy, self._chunk = fleet, make_policy(policy), chunk
+        if isinstance(policy, str):
+            policy = make_policy(
+                policy,
+                knowledge=knowledge,
+                max_slowdown=max_slowdown,
+                min_workers=min_workers,
+                workers=fleet.info.workers,
+                profile=load_profile(profile),
+            )
+        self._fleet, self._policy, self._chunk = fleet, policy, chunk
+        self._on_release = on_release
         self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(Path(ledger) if ledger else None)
         self._on_progress = on_progress
+        self._pause = 0  # looks of the driver until resizes are tried again
         self._arrived: deque[Request] = deque()
         self._sealed = False
         self._changed = threading.Condition()
@@ -125,18 +147,43 @@ class Rollout:
         try:
             while self._await_work(queue):
                 if queue:
-                    status = fleet.status()
-                    assignment = self._policy.admit(queue, status)
-                    fleet.assign(assignment)
-                    queue = self._bind(queue, assignment, status.iteration)
+                    queue = self._assign(queue)
+                self._resize(queue)
                 begin = self._now
                 progress = fleet.advance(self._chunk)
                 yield from self._record(progress, begin, waiting=len(queue))
             if self._origin is None:
                 self._begin()  # sealed without a request: an empty rollout has an account too
-            self._end(fleet.regrow())
+            closing = fleet.status()
+            self._end(closing, fleet.regrow())
         finally:
             self._ledger.close()
+
+    def _assign(self, queue: list[Request]) -> list[Request]:
+        """Bind what the policy admits; returns the requests that still wait."""
+        status = self._fleet.status()
+        assignment = self._policy.admit(queue, status)
+        if not assignment:
+            return queue
+        self._fleet.assign(assignment)
+        return self._bind(queue, assignment, status.iteration)
+
+    def _resize(self, queue: Sequence[Request]) -> None:
+        """Carry out what the policy decides; a plan that fails changes nothing, and none is tried for a while."""
+        if self._pause > 0:
+            self._pause -= 1
+            return
+        plan = self._policy.decide(queue, self._fleet.status())
+        if plan is None:
+            return
+        begin = self._now
+        outcome = self._fleet.apply(plan)
+        self._ledger.write(resize_record(begin, self._now, outcome))
+        if outcome.failed is not None:
+            self._pause = _PAUSE_AFTER_FAILURE
+        elif self._on_release:
+            for worker in outcome.leaving:
+                self._on_release(worker)
 
     def _begin(self) -> None:
         """The clock of the rollout starts when the first request is handed over."""
@@ -225,30 +272,48 @@ class Rollout:
             tokens_per_s=rate,
         )
 
-    def _end(self, regrow_s: float) -> None:
+    def _end(self, closing: FleetStatus, regrow_s: float) -> None:
         hashes = hash_responses(self._responses.values())
-        self._ledger.write(end_record(self._finished_at, self._fleet.status(), hashes, regrow_s))
+        self._ledger.write(end_record(self._finished_at, closing.workers, hashes, regrow_s))
 
 
 def rollout(
     fleet: Fleet,
     requests: Sequence[Request],
     *,
-    policy: str = "static",
+    policy: str | Policy = "static",
+    knowledge: str = "none",
+    max_slowdown: float = 0.02,
+    min_workers: int = 1,
+    profile: str | Path = "h200",
     order: str = "arrival",
     chunk: int = 16,
     ledger: LedgerWriter | Path | str | None = None,
     on_progress: Callable[[RolloutProgress], None] | None = None,
+    on_release: Callable[[int], None] | None = None,
 ) -> RolloutResult:
     """Generate a response to each request and account for the workers' time.
 
-    policy: a name of `flexfloor.policy`. order: `arrival` or `shuffle:SEED`, the order in which the requests reach the
-    policy; responses come back in the order given. chunk: iterations between two looks of the driver.
+    policy: a name of `flexfloor.policy`. knowledge: what it knows of lengths, `none` or `oracle` (the forced ones).
+    max_slowdown: throughput that releasing workers may cost, reckoned on the device `profile`. order: `arrival` or
+    `shuffle:SEED`, in which the requests reach the policy; responses come back in the order given. chunk: iterations
+    between two looks of the driver. on_release: told the number of a worker that has given its memory back.
     ledger: file to write. Raises InputError before anything runs for a request that cannot fit.
     """
     if not requests:
         raise InputError("there are no requests; give at least one prompt")
-    run = Rollout(fleet, policy=policy, chunk=chunk, ledger=ledger, on_progress=on_progress)
+    run = Rollout(
+        fleet,
+        policy=policy,
+        knowledge=knowledge,
+        max_slowdown=max_slowdown,
+        min_workers=min_workers,
+        profile=profile,
+        chunk=chunk,
+        ledger=ledger,
+        on_progress=on_progress,
+        on_release=on_release,
+    )
     run.submit(shuffle(requests, order))
     run.seal()
     by_id = {r.request_id: r for r in run.run().responses}

@@ -75,6 +75,9 @@ class EngineSettings(Settings):
     )
     worker_timeout: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a worker is failed")
     launcher: str = Field("local", description="how worker processes are started")
+    release: Literal["park", "end"] = Field(
+        "park", description="a released worker's process: parked with its dense weights, or ended and started anew"
+    )
     page_tokens: int = Field(16, ge=4, le=256, multiple_of=4, description="tokens of one KV page")
     max_batch: int = Field(256, ge=1, description="most live requests on one worker")
     prefill_tokens: int = Field(512, ge=1, description="most prompt tokens a worker computes in one iteration")
@@ -139,7 +142,15 @@ class RolloutSettings(Settings):
     summary: Path | None = Field(None, description="what the rollout took; next to --out as summary.json if not given")
     ledger: Path | None = Field(None, description="record of the run; next to --out as ledger.jsonl if not given")
     workers: int = Field(2, ge=1, description="expert-parallel worker processes")
-    policy: str = Field("static", description="how requests are placed")
+    policy: str = Field(
+        "static",
+        description="static, static-grouped, planned, release, fixed:N or flexfloor: who runs where and leaves",
+    )
+    knowledge: Literal["none", "oracle"] = Field(
+        "none", description="what the policy knows of lengths; oracle: the forced ones"
+    )
+    max_slowdown: float = Field(0.02, ge=0, description="throughput that releasing workers may cost")
+    min_workers: int = Field(1, ge=1, description="workers that are never released")
     order: str = Field("arrival", description="arrival, or shuffle:SEED")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
     force_lengths: str | None = Field(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
-from flexfloor.policy.static import make_policy
+from flexfloor.policy import make_policy
 from flexfloor.settings import RolloutSettings
+from flexfloor.world.costs import load_profile
 
 if TYPE_CHECKING:
     from flexfloor.fleet import Fleet
@@ -26,7 +27,7 @@ def run_rollout(settings: RolloutSettings) -> int:
     show = ProgressLines(settings.quiet)
     files = output_files(settings)
     check_outputs({f"--{name}": path for name, path in files.items()}, input_files(settings))
-    make_policy(settings.policy)  # refuses an unknown name before a worker is started
+    check_policy(settings)
     work = read_work(settings, show)
     import flexfloor
 
@@ -108,6 +109,19 @@ def input_files(settings: RolloutSettings) -> dict[str, Path]:
     if settings.force_lengths not in (None, "prompts"):
         files["--force-lengths"] = Path(settings.force_lengths)
     return files
+
+
+def policy_options(settings: RolloutSettings) -> dict[str, Any]:
+    """Arguments of `flexfloor.rollout` that say how requests and workers are handled."""
+    names = ("policy", "knowledge", "max_slowdown", "min_workers")
+    return {name: getattr(settings, name) for name in names} | {"profile": settings.engine.profile}
+
+
+def check_policy(settings: RolloutSettings) -> None:
+    """Refuse what a policy does not take before a worker is started. Raises InputError."""
+    options = policy_options(settings)
+    profile = load_profile(options.pop("profile"))
+    make_policy(options.pop("policy"), **options, workers=settings.workers, profile=profile)
 
 
 def output_files(settings: RolloutSettings) -> dict[str, Path]:

@@ -76,6 +76,7 @@ class Summary:
     iterations: int
     preemptions: int
     resizes: tuple[dict[str, Any], ...]
+    stall_s: float
     workers_detail: tuple[WorkerSummary, ...]
     responses_sha256: str | None
     logprobs_sha256: str | None
@@ -163,8 +164,14 @@ def summarize(records: Sequence[Record]) -> Summary:
     wall_s = _last_response(chunks, ends_of) if end else max((c["t1"] for c in chunks), default=0.0)
     iterations = max((c["first_iteration"] + c["iterations"] for c in chunks), default=0)
     last = _last_live(chunks, ends_of, workers)
-    # Every worker stays to the end: nobody leaves before there is a release record.
     occupied_s, occupied_iterations = [wall_s] * workers, [iterations] * workers
+    resizes = [r for r in records if r["type"] == "resize" and r["failed"] is None]
+    released = {w: r for r in resizes for w in r["leaving"]}
+    for worker, resize in released.items():
+        occupied_s[worker] = min(wall_s, resize["t1"])
+        occupied_iterations[worker] = resize["iteration"]
+        if worker in resize["left_live"]:
+            last[worker] = _LastLive(occupied_s[worker], resize["iteration"])
     total_s, total_iterations = sum(occupied_s), sum(occupied_iterations)
     idle_s = sum(max(0.0, o - done.t) for o, done in zip(occupied_s, last, strict=True))
     idle_iterations = sum(max(0, o - done.iterations) for o, done in zip(occupied_iterations, last, strict=True))
@@ -200,7 +207,8 @@ def summarize(records: Sequence[Record]) -> Summary:
         regrow_s=regrow_s,
         iterations=iterations,
         preemptions=sum(len(c["preemptions"]) for c in chunks),
-        resizes=(),
+        resizes=tuple({k: v for k, v in r.items() if k != "type"} for r in records if r["type"] == "resize"),
+        stall_s=sum(r["t1"] - r["t0"] for r in records if r["type"] == "resize"),
         workers_detail=tuple(
             WorkerSummary(
                 worker=w,
@@ -208,7 +216,7 @@ def summarize(records: Sequence[Record]) -> Summary:
                 tokens=generated[w],
                 occupied_s=occupied_s[w],
                 finished_at_s=last[w].t,
-                released_at_s=None,
+                released_at_s=released[w]["t1"] if w in released else None,
                 peak_kv_bytes=closing[w]["peak_kv_bytes"] if w in closing else None,
                 peak_memory_bytes=closing[w]["peak_memory_bytes"] if w in closing else None,
             )

@@ -5,6 +5,8 @@ submit   requests made known: the first ones at t = 0, others while the rollout 
 assign   requests bound to workers
 chunk    one advance: per-worker arrays with one entry an iteration, responses that ended, preemptions; `tokens` counts
          what was generated, in all and per worker
+resize   a change of the active set, or moves without one: who, what, and how long it took; `failed` says why it was not
+         carried out
 end      once, last: outcome, hashes, the closing status of every worker
 
 Times `t*` are seconds since the first request was handed over.
@@ -21,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from flexfloor.errors import FlexFloorError, InputError
-from flexfloor.progress import FleetInfo, FleetStatus, Progress
+from flexfloor.progress import FleetInfo, Progress, ResizeOutcome, WorkerStatus
 
 SCHEMA = 1
 """Version of the records' meaning; a reader refuses a ledger with another one."""
@@ -85,14 +87,18 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
     }
 
 
-def end_record(t: float, status: FleetStatus, hashes: tuple[str, str], regrow_s: float) -> dict[str, Any]:
+def resize_record(t0: float, t1: float, outcome: ResizeOutcome) -> dict[str, Any]:
+    return {"type": "resize", "t0": t0, "t1": t1} | asdict(outcome)
+
+
+def end_record(t: float, workers: Sequence[WorkerStatus], hashes: tuple[str, str], regrow_s: float) -> dict[str, Any]:
     return {
         "type": "end",
         "t": t,
         "responses_sha256": hashes[0],
         "logprobs_sha256": hashes[1],
         "regrow_s": regrow_s,
-        "workers": [asdict(w) for w in status.workers],
+        "workers": [{k: v for k, v in asdict(w).items() if k != "requests"} for w in workers],
     }
 
 

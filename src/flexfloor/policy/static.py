@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from flexfloor.errors import InputError
-from flexfloor.progress import FleetStatus
 from flexfloor.requests import Request
-
-
-class Policy(Protocol):
-    """Decides between two advances. name: as reported in ledger and summary."""
-
-    name: str
-
-    def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
-        """Which waiting requests to bind now, in this order: worker → request ids."""
+from flexfloor.world.resize import ResizePlan
+from flexfloor.world.status import FleetStatus
 
 
 class StaticPolicy:
@@ -40,16 +30,5 @@ class StaticPolicy:
             assignment[worker].append(request.request_id)
         return {worker: names for worker, names in assignment.items() if names}
 
-
-POLICIES = {
-    "static": lambda: StaticPolicy(grouped=False),
-    "static-spread": lambda: StaticPolicy(grouped=False),
-    "static-grouped": lambda: StaticPolicy(grouped=True),
-}
-
-
-def make_policy(name: str) -> Policy:
-    """Raises InputError naming the choices."""
-    if name not in POLICIES:
-        raise InputError(f"policy {name!r} is not known; there is {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
+        return None

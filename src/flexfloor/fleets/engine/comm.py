@@ -60,10 +60,12 @@ class EpochGroup(ABC):
 
 
 def join_group(
-    transport: Transport, store: dist.Store, epoch: int, members: Sequence[int], worker: int, timeout: float
+    transport: Transport, store: dist.Store, tag: str, epoch: int, members: Sequence[int], worker: int, timeout: float
 ) -> EpochGroup:
-    """Enter the group of an epoch. store: the driver's. timeout: seconds that one exchange may take. Collective."""
-    prefixed = dist.PrefixStore(f"epoch{epoch}", store)
+    """Enter the group of an epoch. store: the driver's; tag: never used before in it. timeout: seconds that one
+    exchange may take. Collective."""
+    prefixed = dist.PrefixStore(tag, store)
+    prefixed.set_timeout(timedelta(seconds=timeout))
     if transport == "socket":
         return SocketGroup(prefixed, epoch, members, worker, timeout)
     return TorchGroup(transport, prefixed, epoch, members, worker, timeout)

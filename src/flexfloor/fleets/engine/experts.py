@@ -25,8 +25,10 @@ EXPERTS = "flexfloor"
 class ExpertParallel:
     """The experts of all layers, seen from one worker. Everything goes through the placement table.
 
-    load: int64 [moe_layers, experts], pairs computed on this worker since the last reset.
+    load: int64 [moe_layers, experts], pairs computed on this worker since it was last set to zero.
     """
+
+    load: np.ndarray
 
     def __init__(self, arena: Arena, intermediate: int) -> None:
         self._arena = arena
@@ -45,7 +47,6 @@ class ExpertParallel:
         self._owner = np.vectorize(rank_of.__getitem__, otypes=[np.int64])(placement.worker)
         rows = np.vectorize(self._row_or_none, otypes=[np.int64])(placement.worker == worker, placement.slot)
         self._row = rows
-        self.load = np.zeros(placement.worker.shape, dtype=np.int64)
         self._rank = group.rank if group else 0
 
     def _row_or_none(self, mine: bool, slot: int) -> int:

@@ -6,27 +6,29 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
-from multiprocessing.connection import wait as wait_for_pipes
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+import numpy as np
 import torch.distributed as dist
 
-from flexfloor.errors import FlexFloorError, InputError, UnsupportedError, WorkerFailedError
-from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, WorkerStatus, load_plugin
+from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError, UnsupportedError
+from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, ResizeOutcome, WorkerStatus, load_plugin
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
-from flexfloor.fleets.engine.launcher import WorkerHandle
+from flexfloor.fleets.engine.crew import Crew
 from flexfloor.fleets.engine.numerics import BITWISE_PATHS, NumericsPath, cbwr_setting
 from flexfloor.fleets.engine.pacing import Pace
-from flexfloor.fleets.engine.plan import check_request, plan_memory, read_eos_token_ids
-from flexfloor.fleets.engine.process import ERROR, HEARTBEAT, INPUT_ERROR, READY
+from flexfloor.fleets.engine.plan import check_device, check_request, plan_memory, read_eos_token_ids, total_tokens
+from flexfloor.fleets.engine.resizing import ResizeRun
+from flexfloor.fleets.engine.weights import StagedWeights, Weights
 from flexfloor.fleets.engine.worker import WorkerConfig
 from flexfloor.requests import Request
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
+from flexfloor.world.resize import ResizePlan, check_plan, plan_regrow
 
-_IMPORT_TIMEOUT = 300.0  # seconds; a first import on a cold disk is slow, and no heartbeat can tell
 _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike long before a group's own timeout
 
 UNSUPPORTED_OPTIONS = {
@@ -78,19 +80,24 @@ class EngineFleet(Fleet):
         self._placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
         self._memory = plan_memory(info, self._placement, workers, settings)
         self._pace = Pace.of(settings)
-        _check_device(settings, workers)
+        check_device(settings, workers)
         for request in requests:  # first, so that a refused budget is answered with the size that does for all
             check_request(request, info, self._memory)
         for plan in self._memory:
             plan.check()
-        self._epoch = 0
+        self._home = self._placement
+        self._members = tuple(range(workers))
         self._iteration = 0
-        self._number = 0
-        self._handles: dict[int, WorkerHandle] = {}
+        self._tags = 0
+        self._staged: StagedWeights | None = None
+        self._has_source = True  # the checkpoint at hand holds the weights in use
+        self._crew = Crew(settings.worker_timeout)
         self._requests: dict[str, Request] = {}  # known and not finished
         self._bound: dict[str, int] = {}
         self._store: Any = None
         self._status: dict[int, WorkerStatus] = {}
+        self._load: dict[int, np.ndarray] = {}
+        self._stale = True  # workers were told something that their last status does not show
         self._seconds: dict[str, float] = {}
         try:
             self._launch(workers, on_phase)
@@ -103,22 +110,16 @@ class EngineFleet(Fleet):
     def _launch(self, workers: int, on_phase: Callable[[str], None]) -> None:
         settings, clock = self._settings, _Stopwatch(self._seconds, on_phase)
         with clock.phase("start", f"starting {workers} workers"):
-            launcher = load_plugin("flexfloor.launchers", settings.launcher)()
-            for worker, handle in enumerate(launcher.start(workers, self._environment())):
-                self._handles[worker] = handle
-            self._await_ready()
-        members = tuple(range(workers))
+            self._start_processes(range(workers))
         with clock.phase("load", "loading weights"):
-            interval = min(1.0, settings.worker_timeout / 4)
-            self._call("init", {w: (self._worker_config(w), interval) for w in members})
-            loaded = self._call("load", dict.fromkeys(members, ()))
+            loaded = self._load_weights(range(workers))
         with clock.phase("connect", "connecting"):
-            # Owned by the driver, which is never released; one key prefix an epoch.
+            # Owned by the driver, which is never released; one key prefix a group.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            address = ("127.0.0.1", self._store.port)
-            self._call("connect", dict.fromkeys(members, (self._epoch, members, address)))
+            self._open_store(range(workers))
+            self._call("connect", dict.fromkeys(self._members, (self._tag(), self._placement, self._members)))
         with clock.phase("self-check", "checking numerics"):
-            path = self._choose_numerics(members)
+            path = self._choose_numerics(self._members)
         self._info = FleetInfo(
             kind="engine",
             model=str(self._checkpoint.path),
@@ -130,18 +131,46 @@ class EngineFleet(Fleet):
             device=settings.device,
             threads_per_worker=settings.threads_per_worker,
             versions={name: version(name) for name in ("flexfloor", "torch", "transformers", "numba")},
-            expert_bytes_loaded=tuple(loaded[w] for w in members),
+            expert_bytes_loaded=tuple(loaded[w] for w in self._members),
             start_s={name: round(seconds, 3) for name, seconds in self._seconds.items()},
             pace=settings.pace,
             profile=None if settings.pace is None else self._pace.profile.name,
         )
         self.start()
 
+    def _start_processes(self, workers: Iterable[int]) -> None:
+        settings, numbers = self._settings, list(workers)
+        launcher = load_plugin("flexfloor.launchers", settings.launcher)()
+        self._crew.add(dict(zip(numbers, launcher.start(len(numbers), self._environment()), strict=True)))
+        interval = min(1.0, settings.worker_timeout / 4)
+        self._call("init", {w: (self._worker_config(w), interval) for w in numbers})
+
+    def _load_weights(self, workers: Iterable[int]) -> dict[int, int]:
+        """Dense weights and the experts of the home placement. Returns expert bytes loaded, by worker."""
+        return self._call("load", dict.fromkeys(workers, ()))
+
+    def _open_store(self, workers: Iterable[int]) -> None:
+        self._call("open_store", dict.fromkeys(workers, (("127.0.0.1", self._store.port),)))
+
+    def _tag(self) -> str:
+        """A name for a group that no group of this fleet had before."""
+        self._tags += 1
+        return f"group{self._tags}"
+
+    @property
+    def _epoch(self) -> int:
+        return self._placement.epoch
+
+    def _call(self, verb: str, payloads: Mapping[int, tuple], may_fail: bool = False) -> dict[int, Any]:
+        return self._crew.call(verb, payloads, may_fail)
+
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads_per_worker)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         if self._settings.resolved_numerics == "bitwise" and (setting := cbwr_setting(self._checkpoint.dtype)):
             environment["MKL_CBWR"] = setting
+        if fault := os.environ.get("FLEXFLOOR_FAULT"):
+            environment["FLEXFLOOR_FAULT"] = fault
         return environment
 
     def _worker_config(self, worker: int) -> WorkerConfig:
@@ -150,7 +179,7 @@ class EngineFleet(Fleet):
             worker=worker,
             info=self._checkpoint,
             memory=self._memory[worker],
-            placement=self._placement,
+            placement=self._home,
             eos_token_ids=read_eos_token_ids(self._checkpoint),
             device=f"cuda:{worker}" if s.device == "cuda" else "cpu",
             transport=s.resolved_transport,
@@ -177,17 +206,6 @@ class EngineFleet(Fleet):
             f"{', '.join(paths) or 'nothing'}); use --numerics fast"
         )
 
-    def _await_ready(self) -> None:
-        deadline = time.monotonic() + _IMPORT_TIMEOUT
-        waiting = set(self._handles)
-        while waiting:
-            for worker in self._receivable(waiting, deadline - time.monotonic()):
-                number, status, _ = self._receive(worker)
-                if (number, status) == (HEARTBEAT, READY):
-                    waiting.discard(worker)
-            if time.monotonic() > deadline:
-                self._fail(min(waiting), f"did not start within {_IMPORT_TIMEOUT:.0f} s")
-
     # -- the verbs ---------------------------------------------------------------------------------------------
 
     @property
@@ -195,9 +213,13 @@ class EngineFleet(Fleet):
         return self._info
 
     def start(self) -> None:
+        self._call("start", dict.fromkeys(self._members, ()))
         self._requests, self._bound, self._iteration = {}, {}, 0
-        self._call("start", dict.fromkeys(self._handles, ()))
+        self._load, self._iteration_s = {}, 0.0
         self._update_status()
+        if len(self._members) < self._info.workers:  # a rollout that was given up had released workers
+            self.regrow()
+            self.start()
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -208,13 +230,14 @@ class EngineFleet(Fleet):
 
     def assign(self, assignment: Mapping[int, Sequence[str]]) -> None:
         for worker, names in assignment.items():
-            if worker not in self._handles:
+            if worker not in self._members:
                 raise FlexFloorError(f"assign names worker {worker}, which is not active")
             for name in names:
                 if name not in self._requests or name in self._bound:
                     raise FlexFloorError(f"assign names request {name}, which is not waiting")
         payload = {w: ([self._requests[n] for n in names],) for w, names in assignment.items() if names}
         self._call("assign", payload)
+        self._stale = True
         self._bound |= {name: worker for worker, names in assignment.items() for name in names}
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -224,11 +247,12 @@ class EngineFleet(Fleet):
             if (worker := self._bound.pop(name, None)) is not None:
                 by_worker.setdefault(worker, []).append(name)
         self._call("cancel", {w: (names,) for w, names in by_worker.items()})
+        self._stale = True
 
     def advance(self, iterations: int) -> Progress:
         if not self._bound:
             return Progress(self._epoch, self._iteration, 0)
-        results = self._call("advance", dict.fromkeys(self._handles, (iterations,)))
+        results = self._call("advance", dict.fromkeys(self._members, (iterations,)))
         ordered = [results[w] for w in sorted(results)]
         done = {len(r.iterations.seconds) for r in ordered}
         assert len(done) == 1, f"workers disagree on the number of iterations: {done}"
@@ -241,39 +265,98 @@ class EngineFleet(Fleet):
             preemptions=tuple(p for r in ordered for p in r.preemptions),
         )
         self._iteration += progress.iterations
-        self._status = {r.status.worker: r.status for r in ordered}
+        if progress.iterations:
+            slowest = np.max([r.iterations.seconds for r in ordered], axis=0)
+            self._iteration_s = float(slowest.mean())
+        self._status |= {r.status.worker: r.status for r in ordered}
+        self._load |= {r.status.worker: r.expert_load for r in ordered}
         for part in progress.requests:
             if part.finish_reason is not None:
                 del self._requests[part.request_id], self._bound[part.request_id]
         return progress
 
-    def move(self, moves: Mapping[str, int]) -> None:
-        raise UnsupportedError("this fleet does not move live requests between workers")
+    def apply(self, plan: ResizePlan) -> ResizeOutcome:
+        status = self.status()
+        check_plan(plan, status)
+        if plan.joining:
+            raise PlanRefusedError("workers join between rollouts, by regrow")
+        if not self._has_source and any(move.source is None for move in plan.expert_moves):
+            raise PlanRefusedError("experts cannot be loaded again: the weights were replaced and are not kept")
+        return self._carry_out(plan, status)
 
-    def resize(self, plan: Any) -> None:
-        raise UnsupportedError("this fleet does not change its active workers while it generates")
+    def _carry_out(self, plan: ResizePlan, status: FleetStatus, loaded: frozenset[int] = frozenset()) -> ResizeOutcome:
+        run = ResizeRun(self._crew, plan, status, self._tag, self._settings.worker_timeout, loaded)
+        outcome = run.carry_out()
+        if outcome.failed is None:
+            self._members, self._placement = plan.members, plan.placement
+            self._bound |= {move.request_id: move.target for move in plan.request_moves}
+            if self._settings.release == "end":
+                for worker in plan.leaving:
+                    self._crew.dismiss(worker)
+        self._update_status()
+        return outcome
 
     def regrow(self) -> float:
-        return 0.0  # all workers are active and the experts lie as they were loaded
+        begin = time.monotonic()
+        plan = plan_regrow(self.status(), self._home)
+        if plan.placement.epoch == self._epoch:
+            return 0.0  # nobody has left and no expert has moved
+        ended = [w for w in plan.joining if w not in self._crew.handles]
+        if ended:
+            self._start_processes(ended)
+            self._load_weights(ended)
+            self._open_store(ended)
+            self._call("set_numerics", dict.fromkeys(ended, (self._info.numerics_path,)))
+            self._update_status()
+        outcome = self._carry_out(plan, self.status(), frozenset(ended))
+        if outcome.failed is not None:
+            self.close()
+            raise FlexFloorError(f"the workers could not come back: {outcome.failed}")
+        return time.monotonic() - begin
 
-    def load_weights(self, weights: Any) -> None:
-        raise UnsupportedError("this fleet does not replace weights; launch a new one on the new checkpoint")
+    def load_weights(self, weights: Weights) -> None:
+        if len(self._members) < self._info.workers or self._bound:
+            raise FlexFloorError("weights are replaced between rollouts, when all workers are back")
+        staged = StagedWeights(weights, self._checkpoint)
+        try:
+            self._call("load_weights", dict.fromkeys(self._members, (staged.info,)))
+        except BaseException:
+            staged.remove()
+            raise
+        self._info = replace(self._info, weights_version=self._info.weights_version + 1)
+        if self._staged is not None:
+            self._staged.remove()
+        self._staged = None
+        self._has_source = self._settings.release == "end"
+        if self._has_source:  # processes that start anew load from it
+            self._staged, self._checkpoint = staged, staged.info
+        else:
+            staged.remove()
 
     def status(self) -> FleetStatus:
-        self._update_status()
-        workers = tuple(self._status[w] for w in sorted(self._status))
-        return FleetStatus(self._checkpoint.shape, self._epoch, self._iteration, self._settings.page_tokens, workers)
+        if self._stale:
+            self._update_status()
+        info = self._checkpoint
+        longest = max((total_tokens(r, info) for r in self._requests.values()), default=1)
+        return FleetStatus(
+            model=info.shape,
+            epoch=self._epoch,
+            iteration=self._iteration,
+            page_tokens=self._settings.page_tokens,
+            page_bytes=self._memory[0].page,
+            max_batch=self._settings.max_batch,
+            longest_tokens=longest,
+            workers=tuple(self._status[w] for w in sorted(self._status)),
+            placement=self._placement,
+            iteration_s=self._iteration_s,
+            expert_load=sum(self._load.values(), np.zeros(self._placement.worker.shape, dtype=np.int64)),
+        )
 
     def close(self) -> None:
-        handles, self._handles = self._handles, {}
-        # Closing the pipes tells the workers to end; who is stuck is killed.
-        for handle in handles.values():
-            with contextlib.suppress(OSError):
-                handle.pipe.close()
-        deadline = time.monotonic() + 0.5
-        for handle in handles.values():
-            handle.wait(max(0.0, deadline - time.monotonic()))
-            handle.kill()
+        self._crew.close()
+        if self._staged is not None:
+            self._staged.remove()
+            self._staged = None
         self._store = None
 
     def __enter__(self) -> Self:
@@ -283,82 +366,15 @@ class EngineFleet(Fleet):
         self.close()
 
     def _update_status(self) -> None:
-        self._status = self._call("status", dict.fromkeys(self._handles, ()))
-
-    # -- messages ----------------------------------------------------------------------------------------------
-
-    def _call(self, verb: str, payloads: Mapping[int, tuple]) -> dict[int, Any]:
-        """Send one numbered command and wait for every addressed worker. Raises InputError, WorkerFailedError."""
-        if not self._handles:
-            raise FlexFloorError("the fleet is closed")
-        self._number += 1
-        heard = dict.fromkeys(self._handles, time.monotonic())
-        for worker, arguments in payloads.items():
-            self._send(worker, verb, arguments)
-        replies: dict[int, Any] = {}
-        refused: list[str] = []
-        pending = set(payloads)
-        timeout = self._settings.worker_timeout
-        while pending:
-            for worker in self._receivable(set(self._handles), min(1.0, timeout / 4)):
-                number, status, value = self._receive(worker)
-                heard[worker] = time.monotonic()
-                if number == HEARTBEAT:
-                    continue
-                assert number == self._number, f"worker {worker} answered command {number}, not {self._number}"
-                if status == ERROR:
-                    self._fail_after_error(worker, value)
-                elif status == INPUT_ERROR:
-                    refused.append(value)
-                pending.discard(worker)
-                replies[worker] = value
-            silent = min(self._handles, key=heard.__getitem__)
-            if time.monotonic() - heard[silent] > timeout:
-                self._fail(silent, f"gave no sign of life for {timeout:g} s (worker_timeout)")
-        if refused:
-            self.close()
-            raise InputError(refused[0])
-        return replies
-
-    def _send(self, worker: int, verb: str, arguments: tuple) -> None:
-        try:
-            self._handles[worker].pipe.send((self._number, verb, arguments))
-        except OSError:
-            self._fail(worker, self._exit_reason(worker))
-
-    def _receivable(self, workers: set[int], seconds: float) -> list[int]:
-        pipes: dict[Any, int] = {self._handles[w].pipe: w for w in sorted(workers)}
-        return [pipes[pipe] for pipe in wait_for_pipes(list(pipes), timeout=max(0.0, seconds))]
-
-    def _receive(self, worker: int) -> tuple[int, str, Any]:
-        try:
-            return self._handles[worker].pipe.recv()
-        except (EOFError, OSError):
-            self._fail(worker, self._exit_reason(worker))
-
-    def _exit_reason(self, worker: int) -> str:
-        handle = self._handles[worker]
-        handle.wait(1.0)
-        return handle.exit_reason() or "closed its pipe"
-
-    def _fail_after_error(self, worker: int, value: tuple[str, str]) -> NoReturn:
-        """An exchange breaks on every survivor when a peer dies: look for who is really gone before naming one."""
-        message, trace = value
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            for other, handle in self._handles.items():
-                if reason := handle.exit_reason():
-                    self._fail(other, reason)
-            time.sleep(0.05)
-        if os.environ.get("FLEXFLOOR_DEBUG"):
-            print(trace)
-        self._fail(worker, f"failed: {' '.join(message.split())[:500]}")
-
-    def _fail(self, worker: int, reason: str) -> NoReturn:
-        for handle in self._handles.values():
-            handle.kill()
-        self.close()
-        raise WorkerFailedError(worker, reason)
+        present = self._call("status", dict.fromkeys(self._crew.handles, ()))
+        self._stale = False
+        for worker, status in present.items():
+            self._status[worker] = replace(status, active=worker in self._members)
+        for worker in set(self._status) - set(present):  # ended until regrow
+            self._status[worker] = replace(
+                self._status[worker], active=False, live_requests=0, kv_pages=0, kv_pages_free=0, memory_bytes=0,
+                slots=0, requests=(),
+            )  # fmt: skip
 
 
 class _Stopwatch:
@@ -371,19 +387,3 @@ class _Stopwatch:
         begin = time.monotonic()
         yield
         self._seconds[name] = time.monotonic() - begin
-
-
-def _check_device(settings: EngineSettings, workers: int) -> None:
-    if (settings.resolved_transport == "nccl") != (settings.device == "cuda"):
-        choices = "nccl" if settings.device == "cuda" else "socket or gloo"
-        raise InputError(f"transport {settings.transport!r} does not go with device {settings.device}; use {choices}")
-    if settings.device != "cuda":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InputError("device is cuda, but torch sees no GPU; use --device cpu")
-    if torch.cuda.device_count() < workers:
-        raise InputError(
-            f"{workers} workers need {workers} GPUs, there are {torch.cuda.device_count()}; give fewer workers"
-        )

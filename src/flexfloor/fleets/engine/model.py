@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from flexfloor.fleets.engine.attention import ATTENTION, Batch, PagedKV, flexflo
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, TensorEntry, open_tensors
 from flexfloor.fleets.engine.experts import EXPERTS, ExpertParallel, flexfloor_experts
 from flexfloor.fleets.engine.numerics import NumericsPath, install_linear, numerics_mode
-from flexfloor.world.experts import ExpertPlacement
 
 _TABLE_BLOCK = 1024  # positions
 
@@ -133,24 +132,29 @@ class ShardedModel:
                     f"{entry.file}: {entry.name} has shape {list(entry.shape)}, "
                     f"config.json wants {list(wanted[name].shape)}"
                 )
-            # A copy of our own: the reader's tensors are views of the mapped file.
-            state[name] = torch.empty(entry.shape, dtype=info.dtype, device=self.device).copy_(tensor)
-            loaded += state[name].nbytes
-        self.model.load_state_dict(state, strict=False, assign=True)
-        if tied:
-            self.model.lm_head.weight = self.model.get_input_embeddings().weight
+            # A copy of our own: the reader's tensors are views of the mapped file. Loaded once, weights keep their
+            # memory, which linear layers hold views of.
+            own = wanted[name]
+            if own.is_meta:
+                own = state[name] = torch.empty(entry.shape, dtype=info.dtype, device=self.device)
+            own.copy_(tensor)
+            loaded += own.nbytes
+        if state:
+            self.model.load_state_dict(state, strict=False, assign=True)
+            if tied:
+                self.model.lm_head.weight = self.model.get_input_embeddings().weight
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         self.rotary.reach(0)
         return loaded
 
     @torch.inference_mode()
-    def load_experts(self, placement: ExpertPlacement, worker: int) -> int:
-        """Load this worker's experts into their slots. Returns bytes."""
+    def load_experts(self, wanted: Iterable[tuple[int, int, int]]) -> int:
+        """Load experts into slots. wanted: (index among the layers with experts, expert, slot). Returns bytes."""
         info, size = self.info, self.info.intermediate * self.info.hidden
         places = {"gate": (0, size), "up": (size, 2 * size), "gate_up": (0, 2 * size), "down": (2 * size, 3 * size)}
         jobs: dict[TensorEntry, list[tuple[int, int, str]]] = {}
-        for index, expert, slot in placement.experts_on(worker):
+        for index, expert, slot in wanted:
             layer = info.shape.moe_layers[index]
             for part in places:
                 for source in (expert, -1):

@@ -78,7 +78,7 @@ def install_linear(model: nn.Module, path: NumericsPath) -> None:
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
             layer.__dict__.pop("forward", None)
             if torch.get_num_threads() == 1:
-                layer.forward = RowLinear(layer, _FEW_ROWS if path == "fast" else None)  # type: ignore[method-assign]
+                layer.forward = RowLinear(layer, _FEW_ROWS if path == "fast" else None)  # type: ignore[method-assign, assignment]
 
 
 class RowLinear:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from flexfloor.errors import PlanRefusedError
 
 
 class PageAllocator:
@@ -43,6 +46,24 @@ class PageAllocator:
         if self._references[page] == 0:
             self._free.append(page)
             self._sorted = False
+
+    def resize(self, count: int) -> dict[int, int]:
+        """Change the number of pages. Used pages beyond the new end get the lowest free numbers: old → new.
+
+        What they hold is for the caller to move. Raises PlanRefusedError when there are too few, changing nothing.
+        """
+        if self.used > count:
+            raise PlanRefusedError(f"{self.used} KV pages are in use, {count} would be left")
+        beyond = [page for page in range(count, self.count) if self._references[page]]
+        free = [page for page in range(min(count, self.count)) if not self._references[page]]
+        moved = dict(zip(beyond, free, strict=False))
+        for old, new in moved.items():
+            self._references[new] = self._references[old]
+        self._references = (self._references + [0] * count)[:count]
+        self.count = count
+        self._free = [page for page in range(count - 1, -1, -1) if not self._references[page]]
+        self._sorted = True
+        return moved
 
     def check(self) -> None:
         """Raises AssertionError when the free list and the counts disagree."""
@@ -95,3 +116,7 @@ class SharedPrompts:
             self._allocator.give_back(page)
         if not entry.holders:
             del self._entries[entry.tokens]
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        for entry in self._entries.values():
+            entry.pages = [moved.get(page, page) for page in entry.pages]

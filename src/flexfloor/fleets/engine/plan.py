@@ -73,10 +73,32 @@ def check_request(request: Request, info: CheckpointInfo, memory: Sequence[Memor
         )
     if request.sampling.stop and not has_tokenizer(info.path):
         raise InputError(f"{info.path}: has no tokenizer, which stop strings need; use stop token ids")
-    longest = min(length + request.sampling.max_tokens, shape.max_context)
+    longest = total_tokens(request, info)
     for plan in memory:
         plan.check(longest)
 
 
+def total_tokens(request: Request, info: CheckpointInfo) -> int:
+    """Most tokens that a request can have, prompt and response."""
+    return min(len(request.prompt_tokens) + request.sampling.max_tokens, info.shape.max_context)
+
+
 def has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+
+
+def check_device(settings: EngineSettings, workers: int) -> None:
+    """Raises InputError for a device that is not there, or a transport that does not go with it."""
+    if (settings.resolved_transport == "nccl") != (settings.device == "cuda"):
+        choices = "nccl" if settings.device == "cuda" else "socket or gloo"
+        raise InputError(f"transport {settings.transport!r} does not go with device {settings.device}; use {choices}")
+    if settings.device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("device is cuda, but torch sees no GPU; use --device cpu")
+    if torch.cuda.device_count() < workers:
+        raise InputError(
+            f"{workers} workers need {workers} GPUs, there are {torch.cuda.device_count()}; give fewer workers"
+        )

@@ -11,6 +11,7 @@ import queue
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 HEARTBEAT = 0
@@ -39,7 +40,7 @@ class WorkerProcess:
                     threading.Thread(target=self._beat, args=(worker, interval), daemon=True).start()
                     value: Any = None
                 else:
-                    value = getattr(worker, verb)(*arguments)
+                    value = attrgetter(verb)(worker)(*arguments)
                 self._send(number, OK, value)
             except InputError as error:
                 self._send(number, INPUT_ERROR, str(error))

@@ -7,10 +7,11 @@ and, when pages run out, the youngest are preempted: their KV is dropped and com
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flexfloor.fleets.engine.pages import PageAllocator, SharedPrompt, SharedPrompts
+from flexfloor.progress import RequestStatus
 from flexfloor.requests import FinishReason, Request
 
 
@@ -43,6 +44,17 @@ class Sequence:
     def is_decoding(self) -> bool:
         """All but the newest token are computed and a token was drawn before."""
         return self.computed == len(self.tokens) - 1 and self.response_length > 0
+
+    @property
+    def status(self) -> RequestStatus:
+        return RequestStatus(
+            self.request.request_id,
+            self.prompt_length,
+            self.response_length,
+            kv_pages=len(self.pages),
+            shared_pages=len(self.shared.pages) if self.shared else 0,
+            decoding=self.is_running and self.is_decoding,
+        )
 
     @property
     def waits_for_prefix(self) -> bool:
@@ -98,6 +110,37 @@ class Scheduler:
         """Take a running sequence out and give its pages back."""
         self.running.remove(sequence)
         sequence.is_running = False
+        self._drop_pages(sequence)
+
+    def find(self, request_id: str) -> Sequence:
+        return next(s for s in [*self.running, *self.waiting] if s.request.request_id == request_id)
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Pages have got other numbers: old → new."""
+        for sequence in self.running:
+            sequence.pages = [moved.get(page, page) for page in sequence.pages]
+        self._prompts.renumber(moved)
+
+    def make_room(self, sequence: Sequence, pages: int) -> None:
+        """Pages for a sequence whose keys and values arrive from elsewhere; those of its prompt are shared with
+        siblings. It runs from `adopt` on; `drop` takes the pages back."""
+        sequence.shared = self._prompts.hold(sequence.request.prompt_tokens, sequence.request.request_id)
+        sequence.pages = list(sequence.shared.pages) if sequence.shared else []
+        while len(sequence.pages) < pages:
+            sequence.pages.append(self.allocator.take())
+
+    def adopt(self, sequence: Sequence) -> None:
+        """A sequence from another worker goes on here, or waits to be computed again."""
+        if not sequence.pages:
+            self.waiting.append(sequence)
+            return
+        if sequence.shared is not None:
+            sequence.shared.filled = sequence.shared.capacity
+        sequence.is_running = True
+        self.running.append(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take back what `make_room` gave."""
         self._drop_pages(sequence)
 
     def take_preempted(self) -> list[str]:

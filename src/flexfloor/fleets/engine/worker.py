@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flexfloor.fleet import Preemption, RequestProgress, WorkerIterations, WorkerStatus
 from flexfloor.fleets.engine.arena import Arena, KVLayout
 from flexfloor.fleets.engine.batching import build_batch
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo
 from flexfloor.fleets.engine.comm import EpochGroup, Transport, join_group
 from flexfloor.fleets.engine.model import ShardedModel
+from flexfloor.fleets.engine.moving import Mover
 from flexfloor.fleets.engine.numerics import NumericsPath
 from flexfloor.fleets.engine.pacing import IterationCounts, Pace, Pacer
 from flexfloor.fleets.engine.pages import PageAllocator
 from flexfloor.fleets.engine.sampling import request_key, sample
 from flexfloor.fleets.engine.scheduler import Chunk, Scheduler, Sequence
 from flexfloor.fleets.engine.selfcheck import check_row_invariance
+from flexfloor.progress import Preemption, RequestProgress, WorkerIterations, WorkerStatus
 from flexfloor.requests import Request
 from flexfloor.world.experts import ExpertPlacement
 from flexfloor.world.memory import MemoryPlan
@@ -58,6 +59,7 @@ class ChunkResult:
     requests: tuple[RequestProgress, ...]
     preemptions: tuple[Preemption, ...]
     status: WorkerStatus
+    expert_load: np.ndarray  # int64 [moe_layers, experts], tokens computed here for each expert since `start`
 
 
 class Worker:
@@ -69,6 +71,8 @@ class Worker:
         self.device = torch.device(config.device)
         self.iteration = 0
         self.peak_memory = 0
+        self.mover = Mover(self)
+        self._store: Any = None
         self._pacer = Pacer(config.pace, config.info.shape)
         self._group: EpochGroup | None = None
         self._tokenizer: Any = None
@@ -80,17 +84,54 @@ class Worker:
         self.arena = Arena(c.memory, layout, info.dtype, self.device)
         self.model = ShardedModel(info, self.arena, self.device)
         self.model.load_dense()
-        loaded = self.model.load_experts(c.placement, c.worker)
+        loaded = self.model.load_experts(c.placement.experts_on(c.worker))
+        self.model.experts.load = np.zeros(c.placement.worker.shape, dtype=np.int64)
         self.start()
         return loaded
 
-    def connect(self, epoch: int, members: Many[int], address: tuple[str, int]) -> None:
-        """Join the group of a membership epoch. Collective over `members`."""
-        if len(members) > 1:
-            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-            c = self.config
-            self._group = join_group(c.transport, store, epoch, members, c.worker, c.group_timeout)
-        self.model.experts.set_epoch(self.config.placement, self._group, self.config.worker)
+    def open_store(self, address: tuple[str, int]) -> None:
+        """Reach the driver's store, through which members of a group find each other."""
+        self._store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+
+    def connect(self, tag: str, placement: ExpertPlacement, members: Many[int]) -> None:
+        """Enter the group of a membership epoch. Collective over `members`."""
+        self.enter_epoch(placement, self.join(tag, placement.epoch, members))
+
+    def join(self, tag: str, epoch: int, members: Many[int], timeout: float | None = None) -> EpochGroup | None:
+        """A group with the other members; None for a worker alone. Collective over `members`."""
+        if len(members) == 1:
+            return None
+        c = self.config
+        return join_group(c.transport, self._store, tag, epoch, members, c.worker, timeout or c.group_timeout)
+
+    def enter_epoch(self, placement: ExpertPlacement, group: EpochGroup | None) -> None:
+        """Leave the group of before and compute in this one from now on."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self.placement = group, placement
+        if self.config.worker in (group.members if group else np.unique(placement.worker)):
+            self.model.experts.set_epoch(placement, group, self.config.worker)
+
+    def release(self) -> None:
+        """Leave for the rest of the rollout: no group, no expert, no KV; the dense weights stay."""
+        assert self.scheduler.live == 0, "requests would be lost"
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self.arena.release()
+        self.allocator.resize(0)
+
+    def rejoin(self) -> None:
+        """Memory for pages again, as `prepare` will divide it."""
+        self.arena.restore()
+        self.allocator.resize(self.arena.page_count)
+
+    def load_weights(self, info: CheckpointInfo) -> None:
+        """Replace every weight in place, from another checkpoint of the same shapes."""
+        self.config = replace(self.config, info=info)
+        self.model.info = info
+        self.model.load_dense()
+        self.model.load_experts(self.config.placement.experts_on(self.config.worker))
 
     def check_numerics(self, path: NumericsPath) -> bool:
         """Whether `path` keeps the promise of bitwise on this model and machine; the path stays set. Collective."""
@@ -100,6 +141,10 @@ class Worker:
         rank = self._group.rank if self._group else 0
         return check_row_invariance(self.model, self._share_rows, rank, self.config.page_tokens)
 
+    def set_numerics(self, path: NumericsPath) -> None:
+        """A path that was checked before, for a worker that comes back."""
+        self.model.set_numerics(path)
+
     def start(self) -> None:
         """Begin a rollout with nothing live, at iteration 0."""
         c = self.config
@@ -107,6 +152,7 @@ class Worker:
         self.scheduler = Scheduler(self.allocator, c.page_tokens, c.max_batch, c.prefill_tokens)
         self.iteration = 0
         self.peak_memory = 0
+        self.model.experts.load[:] = 0
         self._finished: list[Sequence] = []
 
     def assign(self, requests: Iterable[Request]) -> None:
@@ -156,6 +202,7 @@ class Worker:
             tuple(self._report()),
             tuple(preemptions),
             self.status(),
+            self.model.experts.load,
         )
 
     def status(self) -> WorkerStatus:
@@ -168,6 +215,10 @@ class Worker:
             kv_pages=self.allocator.count,
             peak_kv_bytes=self.allocator.peak * page,
             peak_memory_bytes=self.peak_memory,
+            memory_bytes=process_memory(),
+            arena_bytes=self.arena.nbytes,
+            slots=self.arena.slot_count,
+            requests=tuple(s.status for s in [*self.scheduler.running, *self.scheduler.waiting]),
         )
 
     def note_memory(self) -> None:

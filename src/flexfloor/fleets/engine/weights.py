@@ -1,0 +1,98 @@
+"""New weights on their way into the workers: one copy in shared memory, checked as a whole before a worker reads it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from flexfloor.errors import InputError, UnsupportedError
+from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from flexfloor.world.memory import format_bytes
+
+Weights = Path | str | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A checkpoint folder, or the parameters of a model under their names (`model.named_parameters()`)."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class StagedWeights:
+    """Weights that workers can read by `info`, until `remove`.
+
+    Raises InputError, naming the tensor, for a name that is missing, unknown or there twice, or a wrong shape;
+    UnsupportedError for adapters that are not merged.
+    """
+
+    def __init__(self, weights: Weights, like: CheckpointInfo) -> None:
+        self._folder: Path | None = None
+        try:
+            if isinstance(weights, str | Path):
+                self.info = inspect_checkpoint(weights, str(like.dtype).removeprefix("torch."))
+            else:
+                self.info = self._stage(weights, like)
+            _compare(self.info, like)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stage(self, weights: Any, like: CheckpointInfo) -> CheckpointInfo:
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in pairs:
+            if "lora_" in name or ".base_layer." in name:
+                raise UnsupportedError(f"weights: {name} belongs to an adapter; merge it into the model first")
+            if name in tensors:
+                raise InputError(f"weights: {name} is there twice")
+            if not (name == "lm_head.weight" and getattr(like.config, "tie_word_embeddings", False)):
+                tensors[name] = tensor.detach().to("cpu", like.dtype).contiguous()
+        if not tensors:
+            raise InputError("weights: there are none")
+        home = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        size = sum(t.nbytes for t in tensors.values())
+        if home is not None and shutil.disk_usage(home).free < size:
+            home = None  # a folder on disk is slower and takes any size
+        self._folder = Path(tempfile.mkdtemp(prefix="flexfloor-weights-", dir=home))
+        try:
+            save_file(tensors, self._folder / "model.safetensors")
+        except OSError as error:
+            raise InputError(f"weights: {format_bytes(size)} cannot be shared ({error.strerror})") from None
+        like.config.save_pretrained(self._folder)
+        return inspect_checkpoint(self._folder, str(like.dtype).removeprefix("torch."))
+
+
+def _compare(info: CheckpointInfo, like: CheckpointInfo) -> None:
+    """Raises InputError when `info` is not the same model as `like` with other values."""
+    tied = {"lm_head.weight"} if getattr(like.config, "tie_word_embeddings", False) else set()
+    wanted = {n for n in like.dense if not n.endswith("rotary_emb.inv_freq")} - tied
+    found = {n for n in info.dense if not n.endswith("rotary_emb.inv_freq")} - tied
+    if missing := sorted(wanted - found):
+        raise InputError(f"weights: tensor {missing[0]} is missing")
+    if unknown := sorted(found - wanted):
+        raise InputError(f"weights: tensor {unknown[0]} does not belong to this model")
+    for name in sorted(wanted):
+        if info.dense[name].shape != like.dense[name].shape:
+            raise InputError(
+                f"weights: {name} has shape {list(info.dense[name].shape)}, not {list(like.dense[name].shape)}"
+            )
+    if info.shape.moe_layers != like.shape.moe_layers:
+        layer = min(set(info.shape.moe_layers) ^ set(like.shape.moe_layers))
+        raise InputError(f"weights: layer {layer} has experts in only one of the new weights and the model")
+    if info.shape != like.shape:
+        raise InputError("weights: they belong to a model of another shape")
+    doubled = [
+        (layer, expert)
+        for layer, expert, part in info.experts
+        if expert >= 0 and (layer, -1, "down" if part == "down" else "gate_up") in info.experts
+    ]
+    if doubled:
+        layer, expert = doubled[0]
+        raise InputError(f"weights: expert {expert} of layer {layer} is there twice, fused and by itself")

@@ -1,0 +1,42 @@
+"""Policies by their names."""
+
+from __future__ import annotations
+
+import re
+
+from flexfloor.errors import InputError
+from flexfloor.policy.base import Policy, make_lengths
+from flexfloor.policy.elastic import FixedPolicy, FlexFloorPolicy, ReleasePolicy
+from flexfloor.policy.planned import PlannedPolicy
+from flexfloor.policy.static import StaticPolicy
+from flexfloor.world.costs import DeviceProfile
+
+POLICIES = ("static", "static-spread", "static-grouped", "planned", "release", "fixed:N", "flexfloor")
+
+
+def make_policy(
+    name: str, *, knowledge: str, max_slowdown: float, min_workers: int, workers: int, profile: DeviceProfile
+) -> Policy:
+    """workers: of the fleet. Raises InputError naming the choices, or the limit that is passed."""
+    lengths = make_lengths(knowledge)
+    if not 1 <= min_workers <= workers:
+        raise InputError(f"min_workers is {min_workers}; the fleet has {workers} workers")
+    if max_slowdown < 0:
+        raise InputError(f"max_slowdown is {max_slowdown}; give 0 or a share of throughput like 0.02")
+    if found := re.fullmatch(r"fixed:(\d+)", name):
+        count = int(found[1])
+        if not 1 <= count <= workers:
+            raise InputError(f"policy {name!r}: the fleet has {workers} workers")
+        return FixedPolicy(lengths, count)
+    match name:
+        case "static" | "static-spread":
+            return StaticPolicy(grouped=False)
+        case "static-grouped":
+            return StaticPolicy(grouped=True)
+        case "planned":
+            return PlannedPolicy(lengths)
+        case "release":
+            return ReleasePolicy(lengths, min_workers)
+        case "flexfloor":
+            return FlexFloorPolicy(lengths, profile, max_slowdown, min_workers)
+    raise InputError(f"policy {name!r} is not known; there is {', '.join(POLICIES)}")

@@ -1,0 +1,322 @@
+"""Resizes as data: who leaves or joins, which experts and which requests move where.
+
+A plan is made and checked by pure functions, before anything is touched. Moves without a change of the group are plans
+that nobody leaves by.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexfloor.errors import PlanRefusedError
+from flexfloor.progress import RequestStatus
+from flexfloor.world.experts import ExpertPlacement
+from flexfloor.world.memory import format_bytes
+from flexfloor.world.status import FleetStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMove:
+    """source: worker that has the expert, None to load it from the weight source. slot: where it arrives at `target`;
+    the placement says where it lives once the resize is committed."""
+
+    layer: int
+    expert: int
+    source: int | None
+    target: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMove:
+    """with_kv: its pages travel; otherwise the target computes them again."""
+
+    request_id: str
+    source: int
+    target: int
+    with_kv: bool
+
+
+@dataclass(frozen=True)
+class ResizePlan:
+    """members: active workers afterwards, ascending. placement: afterwards, in the epoch that the plan leads to."""
+
+    members: tuple[int, ...]
+    leaving: tuple[int, ...]
+    joining: tuple[int, ...]
+    placement: ExpertPlacement
+    expert_moves: tuple[ExpertMove, ...] = ()
+    request_moves: tuple[RequestMove, ...] = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        def workers(numbers: Sequence[int]) -> str:
+            return ", ".join(map(str, numbers))
+
+        parts = [f"epoch {self.placement.epoch}: workers {workers(self.members)}"]
+        if self.leaving:
+            parts.append(f"{workers(self.leaving)} leave")
+        if self.joining:
+            parts.append(f"{workers(self.joining)} join")
+        recomputed = sum(not m.with_kv for m in self.request_moves)
+        parts.append(f"{len(self.expert_moves)} experts and {len(self.request_moves)} requests move")
+        if recomputed:
+            parts.append(f"{recomputed} of them by recompute")
+        return "; ".join(parts) + (f" ({self.reason})" if self.reason else "")
+
+
+def plan_shrink(
+    status: FleetStatus, leaving: Collection[int], homes: Mapping[str, int] | None = None, reason: str = ""
+) -> ResizePlan:
+    """The plan by which `leaving` workers leave.
+
+    homes: request id → worker for requests that move, also between workers that stay; those of leaving workers that it
+    does not name go, largest KV first, to the worker with the most free pages. Experts of leaving workers go where the
+    fewest tokens were computed for their layer. Raises PlanRefusedError when it does not fit.
+    """
+    members = tuple(w for w in status.active if w not in set(leaving))
+    if not members:
+        raise PlanRefusedError("every worker would leave; one has to stay")
+    placement, expert_moves = _shrink_experts(status, set(leaving), members)
+    slots = {w: max(status.workers[w].slots, _slots_needed(placement, w)) for w in members}
+    request_moves = plan_request_moves(status, set(leaving), homes or {}, slots)
+    plan = ResizePlan(members, tuple(sorted(leaving)), (), placement, tuple(expert_moves), tuple(request_moves), reason)
+    check_plan(plan, status)
+    return plan
+
+
+def plan_moves(status: FleetStatus, homes: Mapping[str, int], reason: str = "") -> ResizePlan:
+    """Requests move, nobody leaves. homes: request id → worker. Raises PlanRefusedError."""
+    slots = {w: status.workers[w].slots for w in status.active}
+    moves = plan_request_moves(status, set(), homes, slots)
+    plan = ResizePlan(status.active, (), (), status.placement, (), tuple(moves), reason)
+    check_plan(plan, status)
+    return plan
+
+
+def plan_regrow(status: FleetStatus, home: ExpertPlacement, reason: str = "regrow") -> ResizePlan:
+    """Every worker joins again and the experts go back to where `home` has them. Raises PlanRefusedError while requests
+    are live."""
+    if status.live:
+        raise PlanRefusedError(f"{status.live} requests are live; workers come back between rollouts")
+    joining = tuple(w.worker for w in status.workers if not w.active)
+    same = np.array_equal(home.worker, status.placement.worker) and np.array_equal(home.slot, status.placement.slot)
+    epoch = status.epoch if same and not joining else status.epoch + 1
+    placement = ExpertPlacement(epoch, home.worker, home.slot)
+    moves, landing = [], {w.worker: w.slots if w.active else 0 for w in status.workers}
+    for layer, expert in zip(*np.nonzero(status.placement.worker != home.worker), strict=True):
+        source, target = int(status.placement.worker[layer, expert]), int(home.worker[layer, expert])
+        if target in joining:
+            slot = int(home.slot[layer, expert])  # its arena is empty: the expert arrives where it will live
+        else:
+            slot, landing[target] = landing[target], landing[target] + 1
+        moves.append(ExpertMove(int(layer), int(expert), source, target, slot))
+    members = tuple(w.worker for w in status.workers)
+    plan = ResizePlan(members, (), joining, placement, tuple(moves), (), reason)
+    check_plan(plan, status)
+    return plan
+
+
+def _slots_needed(placement: ExpertPlacement, worker: int) -> int:
+    own = placement.slot[placement.worker == worker]
+    return int(own.max()) + 1 if own.size else 0
+
+
+def _shrink_experts(
+    status: FleetStatus, leaving: set[int], members: Sequence[int]
+) -> tuple[ExpertPlacement, list[ExpertMove]]:
+    """Heaviest expert first, to the member whose work for that layer grows least and whose arena has room for it.
+
+    An expert moves once, straight from its owner, and no other expert moves: fewer bytes are not possible.
+    """
+    old = status.placement
+    worker, slot = old.worker.copy(), old.slot.copy()
+    load = status.expert_load
+    work = {m: np.where(old.worker == m, load, 0).sum(axis=1) for m in members}
+    count = {m: int((old.worker == m).sum()) for m in members}
+    free = {m: _free_slots(old, m) for m in members}
+    keep = status.pages_for(status.longest_tokens)
+    # Pages in use now and those that the leaving workers bring, spread evenly: what slots may not take.
+    moving = sum(status.workers[w].kv_pages_used for w in leaving) / len(members)
+    room = {
+        m: int(
+            (status.workers[m].arena_bytes - max(keep, status.workers[m].kv_pages_used + moving) * status.page_bytes)
+            // status.model.expert_bytes
+        )
+        for m in members
+    }
+    moves = []
+    layers, experts = np.nonzero(np.isin(old.worker, sorted(leaving)))
+    order = np.argsort(-load[layers, experts], kind="stable")
+    for layer, expert in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
+        open_ = [m for m in members if count[m] < room[m]] or list(members)
+        target = min(open_, key=lambda m: (work[m][layer], count[m], m))
+        arrival = free[target].pop(0) if free[target] else _slots_needed_by_count(slot, worker, target)
+        moves.append(ExpertMove(layer, expert, int(old.worker[layer, expert]), target, arrival))
+        worker[layer, expert], slot[layer, expert] = target, arrival
+        work[target] = work[target].copy()
+        work[target][layer] += load[layer, expert]
+        count[target] += 1
+    return ExpertPlacement(status.epoch + 1, worker, slot), moves
+
+
+def _free_slots(placement: ExpertPlacement, worker: int) -> list[int]:
+    """Holes below the highest slot in use."""
+    used = set(placement.slot[placement.worker == worker].tolist())
+    return sorted(set(range(max(used, default=-1) + 1)) - used)
+
+
+def _slots_needed_by_count(slot: np.ndarray, worker: np.ndarray, target: int) -> int:
+    own = slot[worker == target]
+    return int(own.max()) + 1 if own.size else 0
+
+
+def plan_request_moves(
+    status: FleetStatus, leaving: set[int], homes: Mapping[str, int], slots: Mapping[int, int]
+) -> list[RequestMove]:
+    """slots: expert slots of each member while the moves happen. KV goes along where it fits and is complete."""
+    for name in homes:
+        if name not in status.requests:
+            raise PlanRefusedError(f"request {name} is not live; it cannot move")
+    members = [w for w in slots if w not in leaving]
+    room = {w: status.pages_beside(w, slots[w]) - status.workers[w].kv_pages_used for w in members}
+    running = {w: sum(r.kv_pages > 0 for r in status.workers[w].requests) for w in members}
+    present = {w: {r.group for r in status.workers[w].requests if r.shared_pages and r.decoding} for w in members}
+    movers: list[tuple[RequestStatus, int]] = [
+        (r, w.worker)
+        for w in status.workers
+        for r in w.requests
+        if (w.worker in leaving and homes.get(r.request_id) is None) or homes.get(r.request_id, w.worker) != w.worker
+    ]
+    moves = []
+    for request, source in sorted(movers, key=lambda entry: (-entry[0].kv_pages, entry[0].request_id)):
+        target = homes.get(request.request_id)
+        if target is None:
+            # Siblings stay together where their prompt's pages are.
+            target = max(members, key=lambda w: (room[w] + _shared(request, present[w]), -w))
+        if target not in room:
+            raise PlanRefusedError(f"request {request.request_id} would move to worker {target}, which is not active")
+        pages = request.kv_pages - _shared(request, present[target])
+        with_kv = request.decoding and pages < room[target] and running[target] < status.max_batch
+        moves.append(RequestMove(request.request_id, source, target, with_kv))
+        if with_kv:
+            room[target] -= pages
+            running[target] += 1
+            if request.shared_pages:
+                present[target] = present[target] | {request.group}
+    return moves
+
+
+def _shared(request: RequestStatus, present: Collection[str]) -> int:
+    return request.shared_pages if request.group in present else 0
+
+
+def check_plan(plan: ResizePlan, status: FleetStatus) -> None:
+    """Raises PlanRefusedError, naming what is wrong, for a plan that cannot be carried out as it stands."""
+    _check_members(plan, status)
+    _check_experts(plan, status)
+    _check_requests(plan, status)
+    _check_memory(plan, status)
+
+
+def _check_members(plan: ResizePlan, status: FleetStatus) -> None:
+    known, active = {w.worker for w in status.workers}, set(status.active)
+    for worker in (*plan.members, *plan.leaving, *plan.joining):
+        if worker not in known:
+            raise PlanRefusedError(f"worker {worker} is unknown")
+    if inactive := set(plan.leaving) - active:
+        raise PlanRefusedError(f"worker {min(inactive)} would leave but is not active")
+    if present := set(plan.joining) & active:
+        raise PlanRefusedError(f"worker {min(present)} would join but is active already")
+    if set(plan.members) != (active - set(plan.leaving)) | set(plan.joining) or not plan.members:
+        raise PlanRefusedError(f"members {plan.members} are not the active workers after the change")
+    # Every change of group or placement makes a new epoch; requests move inside one.
+    same = plan.members == status.active and plan.placement is status.placement
+    same = same or (
+        plan.members == status.active
+        and np.array_equal(plan.placement.worker, status.placement.worker)
+        and np.array_equal(plan.placement.slot, status.placement.slot)
+    )
+    epoch = status.epoch if same else status.epoch + 1
+    if plan.placement.epoch != epoch:
+        raise PlanRefusedError(f"the plan leads to epoch {plan.placement.epoch}, the next one is {epoch}")
+
+
+def _check_experts(plan: ResizePlan, status: FleetStatus) -> None:
+    old, new = status.placement, plan.placement
+    if new.worker.shape != old.worker.shape:
+        raise PlanRefusedError(f"the placement is for {new.worker.shape} experts, the model has {old.worker.shape}")
+    if not set(np.unique(new.worker).tolist()) <= set(plan.members):
+        layer, expert = (int(i[0]) for i in np.nonzero(~np.isin(new.worker, plan.members)))
+        raise PlanRefusedError(f"expert {expert} of layer {layer} would be lost: no active worker has it")
+    try:
+        new.check(plan.members)
+    except AssertionError as error:
+        raise PlanRefusedError(str(error)) from None
+    moving = {(m.layer, m.expert): m for m in plan.expert_moves}
+    if len(moving) < len(plan.expert_moves):
+        raise PlanRefusedError("an expert would move twice")
+    changed = set(zip(*(i.tolist() for i in np.nonzero(new.worker != old.worker)), strict=True))
+    if changed != set(moving):
+        layer, expert = min(changed ^ set(moving))
+        raise PlanRefusedError(f"expert {expert} of layer {layer}: its moves and the placement disagree")
+    landing: dict[int, set[int]] = defaultdict(set)
+    for (layer, expert), move in moving.items():
+        if move.target != new.worker[layer, expert] or move.source not in (None, old.worker[layer, expert]):
+            raise PlanRefusedError(f"expert {expert} of layer {layer}: its moves and the placement disagree")
+        if move.slot in landing[move.target] or move.slot in old.slot[old.worker == move.target]:
+            raise PlanRefusedError(f"slot {move.slot} of worker {move.target} is taken")
+        landing[move.target].add(move.slot)
+
+
+def _check_requests(plan: ResizePlan, status: FleetStatus) -> None:
+    moved = set()
+    for move in plan.request_moves:
+        found = status.requests.get(move.request_id)
+        if found is None or found[0] != move.source:
+            raise PlanRefusedError(f"request {move.request_id} is not on worker {move.source}")
+        if move.target not in plan.members or move.target == move.source or move.request_id in moved:
+            raise PlanRefusedError(f"request {move.request_id} cannot move to worker {move.target}")
+        if move.with_kv and not found[1].decoding:
+            raise PlanRefusedError(f"request {move.request_id} has no complete KV to move")
+        moved.add(move.request_id)
+    for worker in plan.leaving:
+        if stranded := [r.request_id for r in status.workers[worker].requests if r.request_id not in moved]:
+            raise PlanRefusedError(f"request {stranded[0]} would be left on worker {worker}")
+
+
+def _check_memory(plan: ResizePlan, status: FleetStatus) -> None:
+    for worker in plan.members:
+        state = status.workers[worker]
+        landing = max((m.slot + 1 for m in plan.expert_moves if m.target == worker), default=0)
+        final = _slots_needed(plan.placement, worker)
+        during = status.pages_beside(worker, max(state.slots, landing))
+        need = (state.kv_pages_used if state.active else 0) + incoming_pages(plan, status, worker)
+        if need > during:
+            raise PlanRefusedError(
+                f"worker {worker} lacks memory: {max(state.slots, landing)} expert slots leave "
+                f"{max(0, during)} KV pages, {need} are needed; {format_bytes(state.arena_bytes)} for both"
+            )
+        alone = status.pages_for(status.longest_tokens)
+        if status.pages_beside(worker, final) < alone:
+            raise PlanRefusedError(
+                f"worker {worker} lacks memory: {final} expert slots leave no KV for a request of "
+                f"{status.longest_tokens} tokens; {format_bytes(state.arena_bytes)} for both"
+            )
+
+
+def incoming_pages(plan: ResizePlan, status: FleetStatus, worker: int) -> int:
+    """Most KV pages that the moves bring to `worker`; siblings' shared ones once."""
+    present = {r.group for r in status.workers[worker].requests if r.shared_pages and r.decoding}
+    pages = 0
+    for move in plan.request_moves:
+        if move.target == worker and move.with_kv:
+            request = status.requests[move.request_id][1]
+            pages += request.kv_pages - _shared(request, present)
+            if request.shared_pages:
+                present.add(request.group)
+    return pages
