@@ -15,13 +15,13 @@ import pytest
 
 from flexfloor.cli import main
 from flexfloor.cli.display import ProgressLines, format_count, print_summary, warn_of_overruns
-from flexfloor.cli.options import NAMES, TABLES, flag, load_settings
+from flexfloor.cli.options import TABLES, flag, load_settings, names_of
 from flexfloor.cli.rollout import output_files
 from flexfloor.cli.signals import Stopped, stoppable
 from flexfloor.errors import InputError
 from flexfloor.ledger.accounting import WorkerSummary, summarize
 from flexfloor.rollout import RolloutProgress
-from flexfloor.settings import RolloutSettings
+from flexfloor.settings import CompareSettings, RolloutSettings, RunSettings
 
 REPOSITORY = Path(__file__).parents[1]
 FLEET = {"workers": 1, "numerics": "bitwise", "numerics_path": "cbwr", "model": "tiny", "versions": {}}
@@ -76,11 +76,13 @@ def test_help_loads_neither_torch_nor_transformers():
 
 
 def test_every_setting_is_an_option_and_help_shows_its_default(capsys: pytest.CaptureFixture[str]):
-    assert main(["rollout", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert [name for name in NAMES if f"{flag(name)} " not in text] == []
-    assert "2048MiB" in text
-    assert set(TABLES) == {n for n, f in RolloutSettings.model_fields.items() if f.annotation in TABLES.values()}
+    models: dict[str, type[RunSettings]] = {"rollout": RolloutSettings, "compare": CompareSettings}
+    for command, model in models.items():
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert [name for name in names_of(model) if f"{flag(name)} " not in text] == []
+        assert "2048MiB" in text
+        assert set(TABLES) == {n for n, f in model.model_fields.items() if f.annotation in TABLES.values()}
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]):

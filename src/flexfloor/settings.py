@@ -133,19 +133,12 @@ class SamplingSettings(Settings):
         )
 
 
-class RolloutSettings(Settings):
-    """Everything `flexfloor rollout` takes."""
+class RunSettings(Settings):
+    """What every command takes that generates responses."""
 
     model: Path = Field(description="folder of a Hugging Face mixture-of-experts checkpoint")
     prompts: Path = Field(description="JSONL or Parquet with prompt or prompt_tokens, optional uid and max_tokens")
-    out: Path = Field(description="responses, one JSON object a line in input order")
-    summary: Path | None = Field(None, description="what the rollout took; next to --out as summary.json if not given")
-    ledger: Path | None = Field(None, description="record of the run; next to --out as ledger.jsonl if not given")
     workers: int = Field(2, ge=1, description="expert-parallel worker processes")
-    policy: str = Field(
-        "static",
-        description="static, static-grouped, planned, release, fixed:N or flexfloor: who runs where and leaves",
-    )
     knowledge: Literal["none", "oracle"] = Field(
         "none", description="what the policy knows of lengths; oracle: the forced ones"
     )
@@ -168,3 +161,41 @@ class RolloutSettings(Settings):
         if order != "arrival" and not re.fullmatch(r"shuffle(:\d+)?", order):
             raise ValueError("order must be 'arrival' or 'shuffle:SEED'")
         return order
+
+
+class RolloutSettings(RunSettings):
+    """Everything `flexfloor rollout` takes."""
+
+    out: Path = Field(description="responses, one JSON object a line in input order")
+    summary: Path | None = Field(None, description="what the rollout took; next to --out as summary.json if not given")
+    ledger: Path | None = Field(None, description="record of the run; next to --out as ledger.jsonl if not given")
+    policy: str = Field(
+        "static",
+        description="static, static-grouped, planned, release, fixed:N or flexfloor: who runs where and leaves",
+    )
+
+
+def _split_names(value: Any) -> Any:
+    """'a, b' → ('a', 'b'). Other types pass through for pydantic to judge."""
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+
+
+class CompareSettings(RunSettings):
+    """Everything `flexfloor compare` takes."""
+
+    policies: Names = Field(
+        description="policies to compare, with commas; the baseline is static or static-spread, else the first"
+    )
+    out_dir: Path = Field(Path("runs/compare"), description="folder for comparison.json and a folder for each policy")
+
+    @field_validator("policies")
+    @classmethod
+    def _different_names(cls, policies: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(policies) or not policies:
+            raise ValueError("name at least one policy, with commas between them")
+        if len(set(policies)) < len(policies):
+            raise ValueError("a policy is named twice")
+        return policies

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flexfloor.cli.options import load_settings, option
+from flexfloor.cli.options import load_settings, parse_settings, takes
 from flexfloor.cli.signals import Stopped, stoppable
 from flexfloor.errors import FlexFloorError
+from flexfloor.settings import CompareSettings, RolloutSettings
 
 app = typer.Typer(
     help="Elastic expert-parallel rollouts for reinforcement-learning post-training of mixture-of-experts models.",
@@ -48,59 +49,27 @@ def flexfloor(
 
 
 @app.command()
-def rollout(
-    model: Annotated[Path | None, option("model", "DIR")] = None,
-    prompts: Annotated[Path | None, option("prompts", "FILE")] = None,
-    out: Annotated[Path | None, option("out", "FILE")] = None,
-    summary: Annotated[Path | None, option("summary", "FILE")] = None,
-    ledger: Annotated[Path | None, option("ledger", "FILE")] = None,
-    workers: Annotated[int | None, option("workers")] = None,
-    policy: Annotated[str | None, option("policy")] = None,
-    knowledge: Annotated[str | None, option("knowledge")] = None,
-    max_slowdown: Annotated[float | None, option("max_slowdown")] = None,
-    min_workers: Annotated[int | None, option("min_workers")] = None,
-    order: Annotated[str | None, option("order", "arrival|shuffle:SEED")] = None,
-    force_lengths: Annotated[str | None, option("force_lengths", "FILE|prompts")] = None,
-    samples: Annotated[int | None, option("samples")] = None,
-    max_tokens: Annotated[int | None, option("max_tokens")] = None,
-    temperature: Annotated[float | None, option("temperature")] = None,
-    top_p: Annotated[float | None, option("top_p")] = None,
-    top_k: Annotated[int | None, option("top_k")] = None,
-    stop: Annotated[list[str] | None, option("stop")] = None,
-    seed: Annotated[int | None, option("seed")] = None,
-    step: Annotated[int | None, option("step")] = None,
-    worker_memory: Annotated[str | None, option("worker_memory", "SIZE")] = None,
-    threads_per_worker: Annotated[int | None, option("threads_per_worker")] = None,
-    device: Annotated[str | None, option("device")] = None,
-    dtype: Annotated[str | None, option("dtype")] = None,
-    numerics: Annotated[str | None, option("numerics")] = None,
-    transport: Annotated[str | None, option("transport")] = None,
-    worker_timeout: Annotated[float | None, option("worker_timeout", "SECONDS")] = None,
-    launcher: Annotated[str | None, option("launcher", "NAME")] = None,
-    release: Annotated[str | None, option("release")] = None,
-    page_tokens: Annotated[int | None, option("page_tokens")] = None,
-    max_batch: Annotated[int | None, option("max_batch")] = None,
-    prefill_tokens: Annotated[int | None, option("prefill_tokens")] = None,
-    pace: Annotated[float | None, option("pace", "SCALE")] = None,
-    profile: Annotated[str | None, option("profile", "NAME|FILE")] = None,
-    chunk: Annotated[int | None, option("chunk")] = None,
-    quiet: Annotated[bool | None, option("quiet")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="TOML file with any of these options as keys (max_tokens = 64); the command line wins",
-        ),
-    ] = None,
-) -> Command:
+@takes(RolloutSettings)
+def rollout(config: Path | None, given: dict[str, Any]) -> Command:
     """Generate the responses to a file of prompts, once, and account for the time of every worker."""
-    given = {name: value for name, value in locals().items() if name != "config" and value not in (None, [])}
 
     def run() -> int:
         from flexfloor.cli.rollout import run_rollout
 
         return run_rollout(load_settings(config, given))
+
+    return run
+
+
+@app.command()
+@takes(CompareSettings)
+def compare(config: Path | None, given: dict[str, Any]) -> Command:
+    """Run the same requests under several policies and compare them. Exit code 1 if their responses differ."""
+
+    def run() -> int:
+        from flexfloor.cli.compare import run_compare
+
+        return run_compare(parse_settings(CompareSettings, config, given))
 
     return run
 

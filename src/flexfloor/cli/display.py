@@ -40,6 +40,14 @@ class ProgressLines:
         self._begun = clock()
         self._last = self._begun
         self._shown = (0.0, 0)  # time and response tokens of the last progress line
+        self._name = ""
+
+    def begin_rollout(self, name: str | None) -> None:
+        """Further progress is of the rollout that begins now; its lines name it. None: no more of those."""
+        self._shown = (0.0, 0)
+        self._name = f"{name}  " if name else ""
+        if name:
+            self._print(name)
 
     def _print(self, text: str) -> None:
         self._last = self._clock()
@@ -59,7 +67,7 @@ class ProgressLines:
         self._shown = (state.t, state.response_tokens)
         waiting = f"  waiting {format_count(state.waiting)}" if state.waiting else ""
         self._print(
-            f"iteration {format_count(state.iteration)}  finished {state.finished}/{state.requests}  "
+            f"{self._name}iteration {format_count(state.iteration)}  finished {state.finished}/{state.requests}  "
             f"live {format_count(state.live)}{waiting}  {format_rate(rate)} tok/s"
         )
 
@@ -76,15 +84,20 @@ def warn_of_overruns(summary: Summary, stream: TextIO | None = None) -> None:
 
 def print_summary(summary: Summary, files: Mapping[str, Path], stream: TextIO | None = None) -> None:
     """The tables of a summary, and where the files are."""
-    from rich.console import Console
-
     stream = stream or sys.stdout
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
-    console.print(_totals(summary))
-    console.print(_workers(summary))
+    print_table(_totals(summary), stream)
+    print_table(_workers(summary), stream)
     width = max(map(len, files))
     for what, path in files.items():
         print(f"  {what:<{width}}  {path}", file=stream)
+
+
+def print_table(table: Table, stream: TextIO | None = None) -> None:
+    """As wide as the terminal, or 120 columns where there is none."""
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    Console(file=stream, highlight=False, width=None if stream.isatty() else 120).print(table)
 
 
 def _totals(summary: Summary) -> Table:

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
 
 from flexfloor.errors import InputError
-from flexfloor.settings import MISSING, EngineSettings, RolloutSettings, SamplingSettings, explain
+from flexfloor.settings import MISSING, EngineSettings, RolloutSettings, RunSettings, SamplingSettings, explain
 
 TABLES: dict[str, type[BaseModel]] = {"sampling": SamplingSettings, "engine": EngineSettings}
-"""The fields of RolloutSettings that hold settings of their own; their fields are options like all others."""
+"""The fields of RunSettings that hold settings of their own; their fields are options like all others."""
 
 TABLE_OF = {name: table for table, model in TABLES.items() for name in model.model_fields}
-NAMES = [name for name in RolloutSettings.model_fields if name not in TABLES] + list(TABLE_OF)
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X"}
+_METAVARS = {
+    "model": "DIR",
+    "out_dir": "DIR",
+    "order": "arrival|shuffle:SEED",
+    "force_lengths": "FILE|prompts",
+    "policies": "P,P,…",
+    "worker_memory": "SIZE",
+    "worker_timeout": "SECONDS",
+    "launcher": "NAME",
+    "pace": "SCALE",
+    "profile": "NAME|FILE",
+}
+_METAVARS_BY_TYPE: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
+_CONFIG_HELP = "TOML file with any of these options as keys (max_tokens = 64); the command line wins"
+
+S = TypeVar("S", bound=RunSettings)
 
 
 def flag(name: str) -> str:
@@ -28,18 +45,62 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def option(name: str, metavar: str | None = None) -> Any:
-    """The typer option of the setting `name`. Its default is None, 'not given', so that a config file can give it."""
-    model = TABLES[TABLE_OF[name]] if name in TABLE_OF else RolloutSettings
-    field = model.model_fields[name]
-    choices = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
+def names_of(model: type[RunSettings]) -> list[str]:
+    """The options of a command's settings, those without a default first."""
+    own = [name for name in model.model_fields if name not in TABLES]
+    return sorted(own, key=lambda name: not model.model_fields[name].is_required()) + list(TABLE_OF)
+
+
+def takes(model: type[RunSettings]) -> Callable[[Callable[[Path | None, dict[str, Any]], Any]], Callable[..., Any]]:
+    """Decorator that gives a command the options of `model` and `--config`.
+
+    The command is called with the config file and name → value of the options that were given.
+    """
+
+    def decorate(command: Callable[[Path | None, dict[str, Any]], Any]) -> Callable[..., Any]:
+        def run(config: Path | None = None, **values: Any) -> Any:
+            return command(config, {name: value for name, value in values.items() if value not in (None, [])})
+
+        types = {name: Annotated[_type(_field(model, name)) | None, _option(model, name)] for name in names_of(model)}
+        types["config"] = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=_CONFIG_HELP)]
+        parameters = [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=t) for n, t in types.items()
+        ]
+        run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, types
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _field(model: type[RunSettings], name: str) -> FieldInfo:
+    return (TABLES[TABLE_OF[name]] if name in TABLE_OF else model).model_fields[name]
+
+
+def _type(field: FieldInfo) -> Any:
+    """What the parser of options makes of it; a setting that has a parser of its own comes as text."""
+    alternatives = [a for a in get_args(field.annotation) if a is not NoneType] if _is_optional(field) else []
+    annotation = alternatives[0] if alternatives else field.annotation
+    if any(isinstance(m, BeforeValidator) for m in field.metadata) or get_origin(annotation) is Literal:
+        return str
+    return list[str] if get_origin(annotation) is tuple else annotation
+
+
+def _is_optional(field: FieldInfo) -> bool:
+    return NoneType in get_args(field.annotation)
+
+
+def _option(model: type[RunSettings], name: str) -> Any:
+    """The typer option of a setting. Its default is None, 'not given', so that a config file can give it."""
+    field = _field(model, name)
     text = field.description or ""
     if field.is_required():
         text += " [required]"
-    elif type(field.default) in (int, float, str):
+    elif isinstance(field.default, int | float | str | Path) and field.default is not False:
         text += f" [default: {_show(name, field.default)}]"
-    if metavar is None and field.annotation is not bool:
-        metavar = "|".join(choices) or _METAVARS.get(field.annotation, "TEXT")
+    choices = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
+    kind = _type(field)
+    metavar = None if kind is bool else _METAVARS.get(name) or "|".join(choices) or _METAVARS_BY_TYPE.get(kind, "TEXT")
     return typer.Option(flag(name), metavar=metavar, help=text, show_default=False)
 
 
@@ -48,19 +109,24 @@ def _show(name: str, default: Any) -> str:
 
 
 def load_settings(config: Path | None, given: Mapping[str, Any]) -> RolloutSettings:
+    """The settings of `flexfloor rollout`, see `parse_settings`."""
+    return parse_settings(RolloutSettings, config, given)
+
+
+def parse_settings(model: type[S], config: Path | None, given: Mapping[str, Any]) -> S:
     """Settings from the command line and, where that says nothing, from a TOML file.
 
     The file's keys are the option names with underscores, alone or in the tables [sampling] and [engine].
     given: name → value of the options that were given. Raises InputError naming the option, or file and key.
     """
-    values = _read_config(config) if config else {}
+    values = _read_config(model, config) if config else {}
     from_file = set(values) - set(given)
     values |= given
     nested: dict[str, Any] = {table: {} for table in TABLES}
     for name, value in values.items():
         (nested[TABLE_OF[name]] if name in TABLE_OF else nested)[name] = value
     try:
-        return RolloutSettings(**nested)
+        return model(**nested)
     except ValidationError as error:
         field, message = explain(error)
         name = field[1] if field[0] in TABLES and len(field) > 1 else field[0]
@@ -70,7 +136,7 @@ def load_settings(config: Path | None, given: Mapping[str, Any]) -> RolloutSetti
         raise InputError(f"{where}: {message}") from None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(model: type[RunSettings], path: Path) -> dict[str, Any]:
     """name → value, tables flattened."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -81,7 +147,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         table = value if key in TABLES and isinstance(value, dict) else {key: value}
-        known = [name for name in NAMES if table is not value or TABLE_OF.get(name) == key]
+        known = [name for name in names_of(model) if table is not value or TABLE_OF.get(name) == key]
         for name, entry in table.items():
             if name not in known:
                 guess = get_close_matches(name, known, 1)

@@ -11,7 +11,7 @@ from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
-from flexfloor.settings import RolloutSettings
+from flexfloor.settings import RolloutSettings, RunSettings
 from flexfloor.world.costs import load_profile
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def run_rollout(settings: RolloutSettings) -> int:
     show = ProgressLines(settings.quiet)
     files = output_files(settings)
     check_outputs({f"--{name}": path for name, path in files.items()}, input_files(settings))
-    check_policy(settings)
+    check_policy(settings.policy, settings)
     work = read_work(settings, show)
     import flexfloor
 
@@ -49,9 +49,22 @@ def run_rollout(settings: RolloutSettings) -> int:
     return 0
 
 
-def rollout_arguments(settings: RolloutSettings) -> dict[str, Any]:
+def check_policy(name: str, settings: RunSettings) -> None:
+    """Refuse what a policy does not take before a worker is started. Raises InputError."""
+    make_policy(
+        name,
+        knowledge=settings.knowledge,
+        max_slowdown=settings.max_slowdown,
+        min_workers=settings.min_workers,
+        workers=settings.workers,
+        profile=load_profile(settings.engine.profile),
+    )
+
+
+def rollout_arguments(settings: RunSettings) -> dict[str, Any]:
     """What every command passes on to `flexfloor.rollout`, besides policy, ledger and progress."""
-    return {"order": settings.order, "chunk": settings.chunk}
+    names = ("knowledge", "max_slowdown", "min_workers", "order", "chunk")
+    return {name: getattr(settings, name) for name in names} | {"profile": settings.engine.profile}
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ class Work:
     tokenizer: Any | None
 
 
-def read_work(settings: RolloutSettings, show: ProgressLines) -> Work:
+def read_work(settings: RunSettings, show: ProgressLines) -> Work:
     """The requests that model, prompts and lengths make. Raises InputError."""
     show.phase("reading model and prompts")
     quiet_libraries()
@@ -93,7 +106,7 @@ def read_work(settings: RolloutSettings, show: ProgressLines) -> Work:
     return Work(requests, tokenizer)
 
 
-def launch(settings: RolloutSettings, work: Work, show: ProgressLines) -> Fleet:
+def launch(settings: RunSettings, work: Work, show: ProgressLines) -> Fleet:
     """The fleet that the settings describe. Raises InputError before any process is started."""
     from flexfloor.fleet import Fleet
 
@@ -103,25 +116,12 @@ def launch(settings: RolloutSettings, work: Work, show: ProgressLines) -> Fleet:
     )
 
 
-def input_files(settings: RolloutSettings) -> dict[str, Path]:
+def input_files(settings: RunSettings) -> dict[str, Path]:
     """Option → file that must not be overwritten."""
     files = {"--prompts": settings.prompts, "--model": settings.model}
-    if settings.force_lengths not in (None, "prompts"):
+    if settings.force_lengths is not None and settings.force_lengths != "prompts":
         files["--force-lengths"] = Path(settings.force_lengths)
     return files
-
-
-def policy_options(settings: RolloutSettings) -> dict[str, Any]:
-    """Arguments of `flexfloor.rollout` that say how requests and workers are handled."""
-    names = ("policy", "knowledge", "max_slowdown", "min_workers")
-    return {name: getattr(settings, name) for name in names} | {"profile": settings.engine.profile}
-
-
-def check_policy(settings: RolloutSettings) -> None:
-    """Refuse what a policy does not take before a worker is started. Raises InputError."""
-    options = policy_options(settings)
-    profile = load_profile(options.pop("profile"))
-    make_policy(options.pop("policy"), **options, workers=settings.workers, profile=profile)
 
 
 def output_files(settings: RolloutSettings) -> dict[str, Path]:

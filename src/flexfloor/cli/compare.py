@@ -1,0 +1,185 @@
+"""`flexfloor compare`: the same requests under several policies, on one fleet, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexfloor.cli.display import ProgressLines, format_count, print_table, warn_of_overruns
+from flexfloor.cli.rollout import check_policy, input_files, launch, read_work, rollout_arguments
+from flexfloor.errors import FlexFloorError
+from flexfloor.ledger.accounting import Summary
+from flexfloor.outputs import check_outputs, write_json
+from flexfloor.settings import CompareSettings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+BASELINES = ("static", "static-spread")
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One policy against the baseline. Ratios are its value over the baseline's, so above 1 is better.
+
+    equal: both hashes are the baseline's. resizes: changes of the active set that were carried out.
+    """
+
+    policy: str
+    iterations: int
+    occupied_iterations: int
+    tokens_per_occupied_iteration_ratio: float
+    wall_s: float
+    throughput_ratio: float
+    tokens_per_occupied_s_with_regrow_ratio: float
+    post_finish_share: float
+    post_finish_share_iterations: float
+    preemptions: int
+    resizes: int
+    equal: bool
+    pace_valid: bool | None
+
+
+def choose_baseline(policies: Sequence[str]) -> str:
+    """The policy that the others are measured against."""
+    return next((name for name in policies if name in BASELINES), policies[0])
+
+
+def compare_summaries(summaries: Mapping[str, Summary]) -> list[ComparisonRow]:
+    """A row for each policy, in the order given."""
+    base = summaries[choose_baseline(list(summaries))]
+    return [
+        ComparisonRow(
+            policy=name,
+            iterations=own.iterations,
+            occupied_iterations=own.occupied_iterations,
+            tokens_per_occupied_iteration_ratio=_ratio(_per_occupied_iteration(own), _per_occupied_iteration(base)),
+            wall_s=own.wall_s,
+            throughput_ratio=_ratio(own.throughput_tok_s, base.throughput_tok_s),
+            tokens_per_occupied_s_with_regrow_ratio=_ratio(
+                own.tokens_per_occupied_s_with_regrow, base.tokens_per_occupied_s_with_regrow
+            ),
+            post_finish_share=own.post_finish_share,
+            post_finish_share_iterations=own.post_finish_share_iterations,
+            preemptions=own.preemptions,
+            resizes=sum(1 for r in own.resizes if _changed_the_group(r)),
+            equal=_hashes(own) == _hashes(base),
+            pace_valid=own.pace_valid,
+        )
+        for name, own in summaries.items()
+    ]
+
+
+def _per_occupied_iteration(summary: Summary) -> float:
+    return _ratio(summary.response_tokens, summary.occupied_iterations)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _hashes(summary: Summary) -> tuple[str | None, str | None]:
+    return summary.responses_sha256, summary.logprobs_sha256
+
+
+def _changed_the_group(resize: Mapping[str, Any]) -> bool:
+    return resize.get("failed") is None and bool(resize.get("leaving") or resize.get("joining"))
+
+
+def run_compare(settings: CompareSettings) -> int:
+    """One rollout for each policy; writes their summaries, ledgers and the comparison. Returns the exit code.
+
+    Raises InputError before any process is started, FlexFloorError when responses differ that must not.
+    """
+    show = ProgressLines(settings.quiet)
+    names = settings.policies
+    folders = {name: settings.out_dir / name.replace(":", "-") for name in names}
+    outputs = {"--out-dir": settings.out_dir / "comparison.json"}
+    for name, folder in folders.items():
+        outputs |= {f"--out-dir ({name}, {file})": folder / file for file in ("summary.json", "ledger.jsonl")}
+    check_outputs(outputs, input_files(settings))
+    for name in names:
+        check_policy(name, settings)
+    work = read_work(settings, show)
+    import flexfloor
+
+    summaries: dict[str, Summary] = {}
+    with launch(settings, work, show) as fleet:
+        for name, folder in folders.items():
+            show.begin_rollout(name)
+            summaries[name] = flexfloor.rollout(
+                fleet,
+                work.requests,
+                policy=name,
+                ledger=folder / "ledger.jsonl",
+                on_progress=show.progress,
+                **rollout_arguments(settings),
+            ).summary
+            write_json(folder / "summary.json", summaries[name].to_json())
+    show.begin_rollout(None)
+    rows = compare_summaries(summaries)
+    baseline = choose_baseline(names)
+    write_json(outputs["--out-dir"], _to_json(rows, summaries[baseline], baseline))
+    show.phase("done")
+    for summary in summaries.values():
+        warn_of_overruns(summary)
+    print_table(_table(rows, baseline))
+    print(f"  * tokens and throughput as ratios to {baseline}; bringing workers back (regrow) counts as occupied")
+    print(f"  comparison  {outputs['--out-dir']}")
+    differing = [row.policy for row in rows if not row.equal]
+    if differing and summaries[baseline].numerics == "bitwise":
+        raise FlexFloorError(f"numerics is bitwise, but responses differ from {baseline}: {', '.join(differing)}")
+    return 0
+
+
+def _to_json(rows: Sequence[ComparisonRow], base: Summary, baseline: str) -> dict[str, Any]:
+    """The object of `comparison.json`."""
+    return {
+        "baseline": baseline,
+        "equal": all(row.equal for row in rows),
+        "workers": base.workers,
+        "requests": base.requests,
+        "response_tokens": base.response_tokens,
+        "numerics": base.numerics,
+        "pace": base.pace,
+        "profile": base.profile,
+        "model": base.model,
+        "policies": [asdict(row) for row in rows],
+    }
+
+
+def _table(rows: Sequence[ComparisonRow], baseline: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title="Comparison", title_justify="left", title_style="bold", collapse_padding=True)
+    table.add_column("\npolicy", no_wrap=True)
+    for name in (
+        "\niterations",
+        "occupied\niterations",
+        "tokens /\nocc. iter.",
+        "\nwall",
+        "through-\nput",
+        "tokens /\nocc. s",
+        "post-\nfinish",
+        "preemp-\ntions",
+        "\nresizes",
+        "hashes\nequal",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.policy + (" *" if row.policy == baseline else ""),
+            format_count(row.iterations),
+            format_count(row.occupied_iterations),
+            f"{row.tokens_per_occupied_iteration_ratio:.3f}",
+            f"{row.wall_s:.2f} s",
+            f"{row.throughput_ratio:.3f}",
+            f"{row.tokens_per_occupied_s_with_regrow_ratio:.3f}",
+            f"{row.post_finish_share:.1%}",
+            format_count(row.preemptions),
+            format_count(row.resizes),
+            "yes" if row.equal else "no",
+        )
+    return table
