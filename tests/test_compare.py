@@ -108,6 +108,7 @@ def command(tmp_path: Path, checkpoint: Callable) -> list[str]:
 def test_policies_run_on_one_fleet_and_generate_the_same_bits(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    policies = ["static-grouped", "static", "flexfloor", "fixed:2"]
     launched: list[Any] = []
     real = module.launch
 
@@ -116,21 +117,22 @@ def test_policies_run_on_one_fleet_and_generate_the_same_bits(
         return real(*arguments)
 
     monkeypatch.setattr(module, "launch", launch)
-    assert main([*command, "--policies", "static-grouped,static", "--workers", "3"]) == 0
+    assert main([*command, "--policies", ",".join(policies), "--knowledge", "oracle", "--workers", "3"]) == 0
     out, err = capsys.readouterr()
     assert len(launched) == 1
     assert "static *" in out
     assert "ratios to static;" in out
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert (written["baseline"], written["equal"], written["requests"]) == ("static", True, 12)
-    assert [row["policy"] for row in written["policies"]] == ["static-grouped", "static"]
+    assert [row["policy"] for row in written["policies"]] == policies
+    assert all(row["equal"] for row in written["policies"])
+    assert [row["resizes"] > 0 for row in written["policies"]] == [False, False, True, True]
     assert written["policies"][1]["throughput_ratio"] == 1
-    for name in ("static-grouped", "static"):
-        told = json.loads((tmp_path / "out" / name / "summary.json").read_text())
-        assert told == json.loads(
-            json.dumps(summarize(read_ledger(tmp_path / "out" / name / "ledger.jsonl")).to_json())
-        )
-        assert any(line.split("s  ")[1] == name for line in err.splitlines())
+    for name in policies:
+        folder = tmp_path / "out" / name.replace(":", "-")
+        told = json.loads((folder / "summary.json").read_text())
+        assert told == json.loads(json.dumps(summarize(read_ledger(folder / "ledger.jsonl")).to_json()))
+        assert any(line.endswith(f"s  policy {name}") for line in err.splitlines())
 
 
 @pytest.mark.parametrize(("numerics", "code"), [("bitwise", 1), ("fast", 0)])

@@ -47,7 +47,7 @@ class ProgressLines:
         self._shown = (0.0, 0)
         self._name = f"{name}  " if name else ""
         if name:
-            self._print(name)
+            self._print(f"policy {name}")
 
     def _print(self, text: str) -> None:
         self._last = self._clock()
