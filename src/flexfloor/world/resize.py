@@ -75,16 +75,18 @@ def plan_shrink(
     """The plan by which `leaving` workers leave.
 
     homes: request id → worker for requests that move, also between workers that stay; those of leaving workers that it
-    does not name go, largest KV first, to the worker with the most free pages. Experts of leaving workers go where the
-    fewest tokens were computed for their layer. Raises PlanRefusedError when it does not fit.
+    does not name go, largest KV first, to the worker that will have the most pages free. Experts of leaving workers go
+    where the fewest tokens were computed for their layer. Raises PlanRefusedError when it does not fit.
     """
-    members = tuple(w for w in status.active if w not in set(leaving))
-    if not members:
-        raise PlanRefusedError("every worker would leave; one has to stay")
-    placement, expert_moves = _shrink_experts(status, set(leaving), members)
+    gone = set(leaving)
+    if not gone:
+        raise PlanRefusedError("nobody would leave")
+    members = tuple(w for w in status.active if w not in gone)
+    _check_leaving(gone, members, status)
+    placement, expert_moves = _shrink_experts(status, gone, members)
     slots = {w: max(status.workers[w].slots, _slots_needed(placement, w)) for w in members}
-    request_moves = plan_request_moves(status, set(leaving), homes or {}, slots)
-    plan = ResizePlan(members, tuple(sorted(leaving)), (), placement, tuple(expert_moves), tuple(request_moves), reason)
+    request_moves = plan_request_moves(status, gone, homes or {}, slots)
+    plan = ResizePlan(members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason)
     check_plan(plan, status)
     return plan
 
@@ -107,13 +109,16 @@ def plan_regrow(status: FleetStatus, home: ExpertPlacement, reason: str = "regro
     same = np.array_equal(home.worker, status.placement.worker) and np.array_equal(home.slot, status.placement.slot)
     epoch = status.epoch if same and not joining else status.epoch + 1
     placement = ExpertPlacement(epoch, home.worker, home.slot)
-    moves, landing = [], {w.worker: w.slots if w.active else 0 for w in status.workers}
+    moves, free = [], {w: _free_slots(status.placement, w) for w in status.active}
+    beyond = {w: _slots_needed(status.placement, w) for w in status.active}
     for layer, expert in zip(*np.nonzero(status.placement.worker != home.worker), strict=True):
         source, target = int(status.placement.worker[layer, expert]), int(home.worker[layer, expert])
         if target in joining:
             slot = int(home.slot[layer, expert])  # its arena is empty: the expert arrives where it will live
+        elif free[target]:
+            slot = free[target].pop(0)
         else:
-            slot, landing[target] = landing[target], landing[target] + 1
+            slot, beyond[target] = beyond[target], beyond[target] + 1
         moves.append(ExpertMove(int(layer), int(expert), source, target, slot))
     members = tuple(w.worker for w in status.workers)
     plan = ResizePlan(members, (), joining, placement, tuple(moves), (), reason)
@@ -139,29 +144,29 @@ def _shrink_experts(
     work = {m: np.where(old.worker == m, load, 0).sum(axis=1) for m in members}
     count = {m: int((old.worker == m).sum()) for m in members}
     free = {m: _free_slots(old, m) for m in members}
+    # Slots may not take the pages in use now, nor those of the longest request; of the pages that the leaving workers
+    # bring they should leave each member its share, or else these requests are computed again.
     keep = status.pages_for(status.longest_tokens)
-    # Pages in use now and those that the leaving workers bring, spread evenly: what slots may not take.
-    moving = sum(status.workers[w].kv_pages_used for w in leaving) / len(members)
-    room = {
-        m: int(
-            (status.workers[m].arena_bytes - max(keep, status.workers[m].kv_pages_used + moving) * status.page_bytes)
-            // status.model.expert_bytes
-        )
-        for m in members
-    }
+    moving = sum(status.workers[w].kv_pages_used for w in leaving) // len(members)
+    used = {m: status.workers[m].kv_pages_used for m in members}
+    room = {m: _slots_beside(status, m, max(keep, used[m] + moving)) for m in members}
+    least_room = {m: _slots_beside(status, m, max(keep, used[m])) for m in members}
     moves = []
     layers, experts = np.nonzero(np.isin(old.worker, sorted(leaving)))
     order = np.argsort(-load[layers, experts], kind="stable")
     for layer, expert in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
-        open_ = [m for m in members if count[m] < room[m]] or list(members)
-        target = min(open_, key=lambda m: (work[m][layer], count[m], m))
+        fitting = [m for m in members if count[m] < room[m]] or [m for m in members if count[m] < least_room[m]]
+        target = min(fitting or members, key=lambda m: (work[m][layer], count[m], m))
         arrival = free[target].pop(0) if free[target] else _slots_needed_by_count(slot, worker, target)
         moves.append(ExpertMove(layer, expert, int(old.worker[layer, expert]), target, arrival))
         worker[layer, expert], slot[layer, expert] = target, arrival
-        work[target] = work[target].copy()
         work[target][layer] += load[layer, expert]
         count[target] += 1
     return ExpertPlacement(status.epoch + 1, worker, slot), moves
+
+
+def _slots_beside(status: FleetStatus, worker: int, pages: int) -> int:
+    return (status.workers[worker].arena_bytes - pages * status.page_bytes) // status.model.expert_bytes
 
 
 def _free_slots(placement: ExpertPlacement, worker: int) -> list[int]:
@@ -178,12 +183,14 @@ def _slots_needed_by_count(slot: np.ndarray, worker: np.ndarray, target: int) ->
 def plan_request_moves(
     status: FleetStatus, leaving: set[int], homes: Mapping[str, int], slots: Mapping[int, int]
 ) -> list[RequestMove]:
-    """slots: expert slots of each member while the moves happen. KV goes along where it fits and is complete."""
+    """slots: expert slots of each member while the moves happen. KV goes along where it fits and is complete; what is
+    computed again, or still waits, counts with the pages that it is going to take."""
     for name in homes:
         if name not in status.requests:
             raise PlanRefusedError(f"request {name} is not live; it cannot move")
     members = [w for w in slots if w not in leaving]
     room = {w: status.pages_beside(w, slots[w]) - status.workers[w].kv_pages_used for w in members}
+    owed = {w: sum(_later_pages(r, status) for r in status.workers[w].requests) for w in members}
     running = {w: sum(r.kv_pages > 0 for r in status.workers[w].requests) for w in members}
     present = {w: {r.group for r in status.workers[w].requests if r.shared_pages and r.decoding} for w in members}
     movers: list[tuple[RequestStatus, int]] = [
@@ -197,7 +204,7 @@ def plan_request_moves(
         target = homes.get(request.request_id)
         if target is None:
             # Siblings stay together where their prompt's pages are.
-            target = max(members, key=lambda w: (room[w] + _shared(request, present[w]), -w))
+            target = max(members, key=lambda w: (room[w] - owed[w] + _shared(request, present[w]), -w))
         if target not in room:
             raise PlanRefusedError(f"request {request.request_id} would move to worker {target}, which is not active")
         pages = request.kv_pages - _shared(request, present[target])
@@ -208,7 +215,16 @@ def plan_request_moves(
             running[target] += 1
             if request.shared_pages:
                 present[target] = present[target] | {request.group}
+        else:
+            owed[target] += status.pages_for(request.prompt_tokens + request.response_tokens)
     return moves
+
+
+def _later_pages(request: RequestStatus, status: FleetStatus) -> int:
+    """Pages that a request needs for the tokens it has and does not hold yet."""
+    if request.decoding:
+        return 0
+    return max(0, status.pages_for(request.prompt_tokens + request.response_tokens) - request.kv_pages)
 
 
 def _shared(request: RequestStatus, present: Collection[str]) -> int:
@@ -225,14 +241,12 @@ def check_plan(plan: ResizePlan, status: FleetStatus) -> None:
 
 def _check_members(plan: ResizePlan, status: FleetStatus) -> None:
     known, active = {w.worker for w in status.workers}, set(status.active)
-    for worker in (*plan.members, *plan.leaving, *plan.joining):
-        if worker not in known:
-            raise PlanRefusedError(f"worker {worker} is unknown")
-    if inactive := set(plan.leaving) - active:
-        raise PlanRefusedError(f"worker {min(inactive)} would leave but is not active")
+    if unknown := {*plan.members, *plan.joining} - known:
+        raise PlanRefusedError(f"worker {min(unknown)} is unknown")
+    _check_leaving(plan.leaving, plan.members, status)
     if present := set(plan.joining) & active:
         raise PlanRefusedError(f"worker {min(present)} would join but is active already")
-    if set(plan.members) != (active - set(plan.leaving)) | set(plan.joining) or not plan.members:
+    if plan.members != tuple(sorted((active - set(plan.leaving)) | set(plan.joining))):
         raise PlanRefusedError(f"members {plan.members} are not the active workers after the change")
     # Every change of group or placement makes a new epoch; requests move inside one.
     same = plan.members == status.active and plan.placement is status.placement
@@ -246,6 +260,15 @@ def _check_members(plan: ResizePlan, status: FleetStatus) -> None:
         raise PlanRefusedError(f"the plan leads to epoch {plan.placement.epoch}, the next one is {epoch}")
 
 
+def _check_leaving(leaving: Collection[int], members: Collection[int], status: FleetStatus) -> None:
+    if unknown := set(leaving) - {w.worker for w in status.workers}:
+        raise PlanRefusedError(f"worker {min(unknown)} is unknown")
+    if inactive := set(leaving) - set(status.active):
+        raise PlanRefusedError(f"worker {min(inactive)} would leave but is not active")
+    if not members:
+        raise PlanRefusedError("every worker would leave; one has to stay")
+
+
 def _check_experts(plan: ResizePlan, status: FleetStatus) -> None:
     old, new = status.placement, plan.placement
     if new.worker.shape != old.worker.shape:
@@ -257,9 +280,11 @@ def _check_experts(plan: ResizePlan, status: FleetStatus) -> None:
         new.check(plan.members)
     except AssertionError as error:
         raise PlanRefusedError(str(error)) from None
-    moving = {(m.layer, m.expert): m for m in plan.expert_moves}
-    if len(moving) < len(plan.expert_moves):
-        raise PlanRefusedError("an expert would move twice")
+    moving: dict[tuple[int, int], ExpertMove] = {}
+    for move in plan.expert_moves:
+        if (move.layer, move.expert) in moving:
+            raise PlanRefusedError(f"expert {move.expert} of layer {move.layer} would move twice")
+        moving[move.layer, move.expert] = move
     changed = set(zip(*(i.tolist() for i in np.nonzero(new.worker != old.worker)), strict=True))
     if changed != set(moving):
         layer, expert = min(changed ^ set(moving))
@@ -268,9 +293,15 @@ def _check_experts(plan: ResizePlan, status: FleetStatus) -> None:
     for (layer, expert), move in moving.items():
         if move.target != new.worker[layer, expert] or move.source not in (None, old.worker[layer, expert]):
             raise PlanRefusedError(f"expert {expert} of layer {layer}: its moves and the placement disagree")
-        if move.slot in landing[move.target] or move.slot in old.slot[old.worker == move.target]:
+        if move.slot < 0 or move.slot in landing[move.target] or move.slot in old.slot[old.worker == move.target]:
             raise PlanRefusedError(f"slot {move.slot} of worker {move.target} is taken")
         landing[move.target].add(move.slot)
+    for worker in plan.members:
+        room = max([status.workers[worker].slots, *(slot + 1 for slot in landing[worker])])
+        own = new.slot[new.worker == worker]
+        if own.size and not 0 <= own.min() <= own.max() < room:
+            wrong = own.min() if own.min() < 0 else own.max()
+            raise PlanRefusedError(f"slot {wrong} of worker {worker} is not among the {room} it has during the change")
 
 
 def _check_requests(plan: ResizePlan, status: FleetStatus) -> None:
@@ -279,7 +310,9 @@ def _check_requests(plan: ResizePlan, status: FleetStatus) -> None:
         found = status.requests.get(move.request_id)
         if found is None or found[0] != move.source:
             raise PlanRefusedError(f"request {move.request_id} is not on worker {move.source}")
-        if move.target not in plan.members or move.target == move.source or move.request_id in moved:
+        if move.request_id in moved:
+            raise PlanRefusedError(f"request {move.request_id} would move twice")
+        if move.target not in plan.members or move.target == move.source:
             raise PlanRefusedError(f"request {move.request_id} cannot move to worker {move.target}")
         if move.with_kv and not found[1].decoding:
             raise PlanRefusedError(f"request {move.request_id} has no complete KV to move")
@@ -287,6 +320,13 @@ def _check_requests(plan: ResizePlan, status: FleetStatus) -> None:
     for worker in plan.leaving:
         if stranded := [r.request_id for r in status.workers[worker].requests if r.request_id not in moved]:
             raise PlanRefusedError(f"request {stranded[0]} would be left on worker {worker}")
+    for worker in plan.members:
+        here = {r.request_id for r in status.workers[worker].requests if r.kv_pages > 0} - moved
+        arriving = [m.request_id for m in plan.request_moves if m.target == worker and m.with_kv]
+        if arriving and len(here) + len(arriving) > status.max_batch:
+            raise PlanRefusedError(
+                f"request {arriving[-1]} cannot run on worker {worker}: it runs {status.max_batch} at most"
+            )
 
 
 def _check_memory(plan: ResizePlan, status: FleetStatus) -> None:
