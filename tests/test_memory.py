@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from make_tiny_model import PRESETS, make_tiny_model
 import flexfloor
 from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
 from flexfloor.fleets.engine.plan import plan_memory
+from flexfloor.policy.static import StaticPolicy
+from flexfloor.requests import Request
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
+from flexfloor.world.resize import ResizePlan, plan_shrink
+from flexfloor.world.status import FleetStatus
 
 MIB = 2**20
 WORKERS = 4
@@ -26,6 +31,18 @@ def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(path, **PRESETS["small"], max_shard_size="400MB")
     assert sum(f.stat().st_size for f in path.glob("*.safetensors")) > 10**9
     return path
+
+
+class Leaving(StaticPolicy):
+    """One worker leaves in the middle."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(grouped=False)
+        self._worker = worker
+
+    def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
+        ready = status.iteration > 0 and self._worker in status.active
+        return plan_shrink(status, [self._worker]) if ready else None
 
 
 def import_only_bytes() -> int:
@@ -45,7 +62,7 @@ def test_a_worker_stays_within_its_budget_and_experts_are_loaded_once(big_model:
     wide = EngineSettings.parse(worker_memory="4GiB", prefill_tokens=128, max_batch=64)
     plan = plan_memory(info, placement, WORKERS, wide)[0]
     # Room for the weights and a few hundred tokens of KV: the requests fill it and push each other out.
-    budget = plan.least(350)
+    budget = plan.least(350) + plan.slots * plan.slot // 3 + 2 * plan.slot  # and for the experts of one who leaves
     requests = flexfloor.make_requests(
         [[7 + i] * 150 for i in range(12)], sampling=flexfloor.SamplingParams(max_tokens=40, ignore_eos=True)
     )
@@ -54,7 +71,20 @@ def test_a_worker_stays_within_its_budget_and_experts_are_loaded_once(big_model:
         result = flexfloor.rollout(fleet, requests)
         details = result.summary.to_json()["workers_detail"]
         assert sum(fleet.info.expert_bytes_loaded) == fleet.info.shape.all_expert_bytes
-    limit = import_only_bytes() + budget + 64 * MIB
+        # The fleet fits on three workers once the first responses have ended; who leaves keeps the dense weights only.
+        freed: dict[int, int] = {}
+        run = flexfloor.Rollout(
+            fleet,
+            policy=Leaving(2),
+            on_release=lambda w: freed.setdefault(w, fleet.status().workers[w].memory_bytes),
+        )
+        run.submit(requests[:4])
+        run.seal()
+        assert run.run().summary.responses_sha256
+        assert len(freed) == 1
+    imports = import_only_bytes()
+    assert freed[2] <= imports + plan.dense + 64 * MIB, (freed, imports, plan.dense)
+    limit = imports + budget + 64 * MIB
     for detail in details:
         assert detail["peak_memory_bytes"] <= limit, (detail, limit)
         # The figure means something: the weights of this worker alone are most of it.

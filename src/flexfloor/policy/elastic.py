@@ -14,7 +14,6 @@ from flexfloor.world.status import FleetStatus
 
 _SWITCH_S = 0.05  # seconds that a resize is taken to cost beside what it moves
 _MOVE_BYTES_S = 1e9  # bytes a second that a move is taken to reach
-_LEAST_GAIN = 2.0  # worker-seconds saved over worker-seconds stalled, by forecast, below which nobody leaves
 _FREE_SHARE = 0.25  # of its pages that a worker must have free to take requests off a full one
 
 
@@ -60,11 +59,20 @@ class FlexFloorPolicy(PlannedPolicy):
     """Consolidates: live requests move together on the smallest set of workers that can hold them and is fast enough.
 
     A set is fast enough when an iteration on it takes at most 1 + max_slowdown times one on all workers of the fleet
-    with the same requests spread evenly, by the cost model of `profile`.
+    with the same requests spread evenly, by the cost model of `profile`. Nobody leaves unless the worker-seconds
+    saved, by forecast, are `least_gain` times those that the resize stalls.
     """
 
-    def __init__(self, lengths: Lengths, profile: DeviceProfile, max_slowdown: float, min_workers: int = 1) -> None:
+    def __init__(
+        self,
+        lengths: Lengths,
+        profile: DeviceProfile,
+        max_slowdown: float,
+        min_workers: int = 1,
+        least_gain: float = 2.0,
+    ) -> None:
         super().__init__(lengths, "flexfloor")
+        self._least_gain = least_gain
         self._profile, self._max_slowdown, self._min_workers = profile, max_slowdown, min_workers
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
@@ -92,7 +100,7 @@ class FlexFloorPolicy(PlannedPolicy):
         saved = (len(status.active) - count) * remaining * (status.iteration_s or slow)
         experts = sum(int((status.placement.worker == w).sum()) for w in leaving)
         stall = _SWITCH_S + experts * status.model.expert_bytes / _MOVE_BYTES_S
-        if saved < _LEAST_GAIN * len(status.active) * stall:
+        if saved < self._least_gain * len(status.active) * stall:
             return None
         try:
             reason = f"{count} hold what is live; saves about {saved:.1f} worker-seconds"

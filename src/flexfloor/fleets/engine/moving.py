@@ -181,6 +181,19 @@ class Mover:
         self._move_cut(self._prepared.slots_before)
         self._prepared = None
 
+    def digest(self) -> dict[str, dict]:
+        """What this worker holds: sums over the bytes of its experts and of its requests' KV, and the slots and pages
+        that they lie in. The sums are the state that a model computes with; the numbers are where it happens to be."""
+        worker = self._worker
+        experts = worker.placement.experts_on(worker.config.worker)
+        running = worker.scheduler.running
+        return {
+            "experts": {(layer, expert): _sum(worker.arena.slot_bytes_of(slot)) for layer, expert, slot in experts},
+            "kv": {s.request.request_id: [_sum(worker.arena.page_bytes_of(page)) for page in s.pages] for s in running},
+            "slots": {(layer, expert): slot for layer, expert, slot in experts},
+            "pages": {s.request.request_id: list(s.pages) for s in running},
+        }
+
     def _move_cut(self, slots: int) -> None:
         worker = self._worker
         pages = worker.arena.pages_beside(slots)
