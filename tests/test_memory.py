@@ -73,11 +73,11 @@ def test_a_worker_stays_within_its_budget_and_experts_are_loaded_once(big_model:
         assert sum(fleet.info.expert_bytes_loaded) == fleet.info.shape.all_expert_bytes
         # The fleet fits on three workers once the first responses have ended; who leaves keeps the dense weights only.
         freed: dict[int, int] = {}
-        run = flexfloor.Rollout(
-            fleet,
-            policy=Leaving(2),
-            on_release=lambda w: freed.setdefault(w, fleet.status().workers[w].memory_bytes),
-        )
+
+        def on_release(worker: int) -> None:
+            freed[worker] = fleet.status().workers[worker].memory_bytes
+
+        run = flexfloor.Rollout(fleet, policy=Leaving(2), on_release=on_release)
         run.submit(requests[:4])
         run.seal()
         assert run.run().summary.responses_sha256

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from flexfloor.policy.static import StaticPolicy
 from flexfloor.world.resize import plan_shrink
 
 
-def launch(model: object, workers: int = 3, **options: object) -> EngineFleet:
+def launch(model: object, workers: int = 3, **options: Any) -> EngineFleet:
     fleet = flexfloor.Fleet.launch(model, workers=workers, **options)
     assert isinstance(fleet, EngineFleet)
     return fleet
@@ -66,9 +67,8 @@ def test_a_failed_commit_ends_the_run_with_one_line(checkpoint: Callable, monkey
     monkeypatch.setenv("FLEXFLOOR_FAULT", "commit:1")
     fleet = launch(checkpoint("qwen3_moe"))
     running = pids(fleet)
-    with pytest.raises(
-        flexfloor.WorkerFailedError, match="^worker 1 failed: RuntimeError: fault injected into commit$"
-    ):
+    message = r"^worker 1 failed: RuntimeError: fault injected into commit$"
+    with pytest.raises(flexfloor.WorkerFailedError, match=message):
         run(fleet, Scripted([(4, leave(2))]))
     assert not any(psutil.pid_exists(pid) for pid in running)
 
@@ -126,7 +126,7 @@ def test_a_rollout_that_was_given_up_leaves_the_fleet_usable(checkpoint: Callabl
     with launch(checkpoint("qwen3_moe")) as fleet:
         responses = iter(_running(fleet))
         next(responses)
-        responses.close()
+        responses.close()  # type: ignore[attr-defined]
         assert len(fleet.status().active) < 3
         assert hashes(run(fleet, "static")) == expected
 
