@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from flexfloor.errors import InputError
@@ -21,12 +22,14 @@ def make_policy(
     lengths = make_lengths(knowledge)
     if not 1 <= min_workers <= workers:
         raise InputError(f"min_workers is {min_workers}; the fleet has {workers} workers")
-    if max_slowdown < 0:
+    if not 0 <= max_slowdown < math.inf:
         raise InputError(f"max_slowdown is {max_slowdown}; give 0 or a share of throughput like 0.02")
     if found := re.fullmatch(r"fixed:(\d+)", name):
         count = int(found[1])
         if not 1 <= count <= workers:
             raise InputError(f"policy {name!r}: the fleet has {workers} workers")
+        if count < min_workers:
+            raise InputError(f"policy {name!r}: min_workers is {min_workers}; give one or the other")
         return FixedPolicy(lengths, count)
     match name:
         case "static" | "static-spread":
