@@ -187,15 +187,18 @@ class PaperFleet:
         self.members = tuple(range(workers))
         self.batch = batch
         self.iteration = self.preemptions = 0
-        self.longest = 1
+        self.known: dict[str, int] = {}  # tokens that a request ends with
         self.finished: dict[str, list[int]] = {}
+
+    def submit(self, requests: Many[Request]) -> None:
+        """What is known beforehand, so that no resize takes the room of the longest."""
+        self.known |= {r.request_id: len(r.prompt_tokens) + r.sampling.max_tokens for r in requests}
 
     def assign(self, assignment: Mapping[int, Many[str]], requests: Mapping[str, Request]) -> None:
         for worker, names in assignment.items():
             assert worker in self.members
             for name in names:
                 request = requests[name]
-                self.longest = max(self.longest, len(request.prompt_tokens) + request.sampling.max_tokens)
                 sequence = Sequence(request, 0, request.sampling.max_tokens, list(request.prompt_tokens))
                 self.workers[worker].scheduler.add(sequence)
 
@@ -237,7 +240,7 @@ class PaperFleet:
             PAGE_TOKENS,
             PAGE,
             self.batch,
-            self.longest,
+            max((tokens for name, tokens in self.known.items() if name not in self.finished), default=1),
             tuple(states),
             self.placement,
             np.zeros(self.placement.worker.shape, dtype=np.int64),

@@ -169,6 +169,7 @@ def test_no_more_requests_are_bound_than_a_batch_holds() -> None:
 
 def run(ours: Policy, fleet: PaperFleet, requests: Sequence[Request], chunk: int = 4) -> list[int]:
     """A rollout on a paper fleet. Returns the active workers at each look."""
+    fleet.submit(requests)
     queue, by_id, sizes = list(requests), {r.request_id: r for r in requests}, []
     for _ in range(3000):
         if not queue and not fleet.status().live:
@@ -198,7 +199,6 @@ def test_every_request_is_bound_and_ends_under_every_policy(
     lengths: list[int], samples: int, pages: int, name: str, knowledge: str
 ) -> None:
     fleet = PaperFleet(3, pages=pages + 10 * name.startswith("fixed"))
-    fleet.longest = 46
     run(policy(name, knowledge, workers=3), fleet, requests_of(lengths, samples=samples))
 
 

@@ -80,6 +80,7 @@ def test_random_resizes_change_no_token(
     data: st.DataObject, requests: list[Request], workers: int, experts: int, pages: int, batch: int
 ) -> None:
     fleet = PaperFleet(workers, experts=experts, pages=pages, batch=batch, prefill=data.draw(st.integers(3, 30)))
+    fleet.submit(requests)
     by_id = {r.request_id: r for r in requests}
     late = list(by_id)[data.draw(st.integers(0, len(by_id))) :]
     first = [name for name in by_id if name not in late]
@@ -107,6 +108,7 @@ def test_many_shrinks_and_regrows_leave_nothing_behind() -> None:
     short = flexfloor.SamplingParams(max_tokens=40, ignore_eos=True)
     made = flexfloor.make_requests([[1, 2, 3, 4, 5, 6]], samples=4, sampling=short)
     requests = {r.request_id: r for r in made}
+    fleet.submit(made)
     counts = [one.allocator.count for one in fleet.workers.values()]
     for cycle in range(50):
         fleet.finished = {}
