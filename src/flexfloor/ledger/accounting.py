@@ -9,7 +9,10 @@ post_finish(w) the part of it after the last live request of w ended or left:
     tokens_per_occupied_s_with_regrow  = response_tokens / (O + W · regrow_s)
     post_finish_share                  = Σ_w post_finish(w) / O
     paced_overrun_share                = iterations in which any worker overran / iterations
+    stall_s                            = Σ (t1 − t0) over all resizes, failed ones too
+    moved_bytes                        = bytes of experts and KV over all resizes that were carried out
 
+A resize that failed releases nobody. Of a worker that is released, the time up to the end of that resize is occupied.
 The same in iterations instead of seconds is exact and independent of the machine.
 """
 
@@ -31,7 +34,8 @@ class WorkerSummary:
     """One worker over the rollout. Times are seconds since the first request was handed over.
 
     requests: responses that ended here; tokens: response tokens generated here.
-    finished_at_s: end of the last iteration with a live request, 0 for a worker that never had one.
+    finished_at_s: end of the last iteration with a live request, or the release by which the last ones left; 0 for a
+    worker that never had one.
     released_at_s: None for a worker that stayed. Peaks are None when the ledger has no end record.
     """
 
@@ -77,6 +81,7 @@ class Summary:
     preemptions: int
     resizes: tuple[dict[str, Any], ...]
     stall_s: float
+    moved_bytes: int
     workers_detail: tuple[WorkerSummary, ...]
     responses_sha256: str | None
     logprobs_sha256: str | None
@@ -209,6 +214,7 @@ def summarize(records: Sequence[Record]) -> Summary:
         preemptions=sum(len(c["preemptions"]) for c in chunks),
         resizes=tuple({k: v for k, v in r.items() if k != "type"} for r in records if r["type"] == "resize"),
         stall_s=sum(r["t1"] - r["t0"] for r in records if r["type"] == "resize"),
+        moved_bytes=sum(r["expert_bytes"] + r["kv_bytes"] for r in resizes),
         workers_detail=tuple(
             WorkerSummary(
                 worker=w,

@@ -88,7 +88,8 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
 
 
 def resize_record(t0: float, t1: float, outcome: ResizeOutcome) -> dict[str, Any]:
-    return {"type": "resize", "t0": t0, "t1": t1} | asdict(outcome)
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(outcome).items()}
+    return {"type": "resize", "t0": t0, "t1": t1} | fields
 
 
 def end_record(t: float, workers: Sequence[WorkerStatus], hashes: tuple[str, str], regrow_s: float) -> dict[str, Any]:
