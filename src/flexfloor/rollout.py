@@ -146,9 +146,10 @@ class Rollout:
         queue: list[Request] = []
         try:
             while self._await_work(queue):
+                # First who stays, then who gets what: a worker may leave before its first request.
+                self._resize(queue)
                 if queue:
                     queue = self._assign(queue)
-                self._resize(queue)
                 begin = self._now
                 progress = fleet.advance(self._chunk)
                 yield from self._record(progress, begin, waiting=len(queue))

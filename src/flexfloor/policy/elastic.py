@@ -9,12 +9,13 @@ from flexfloor.policy.base import Lengths
 from flexfloor.policy.planned import PlannedPolicy
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile, iteration_seconds
+from flexfloor.world.dynamics import iterations_to_end, pages_of
 from flexfloor.world.resize import ResizePlan, plan_moves, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SWITCH_S = 0.05  # seconds that a resize is taken to cost beside what it moves
 _MOVE_BYTES_S = 1e9  # bytes a second that a move is taken to reach
-_FREE_SHARE = 0.25  # of its pages that a worker must have free to take requests off a full one
+_FREE_SHARE = 0.1  # of its pages that a worker keeps free when it takes a request off a full one
 
 
 class ReleasePolicy(PlannedPolicy):
@@ -58,8 +59,9 @@ class FixedPolicy(PlannedPolicy):
 class FlexFloorPolicy(PlannedPolicy):
     """Consolidates: live requests move together on the smallest set of workers that can hold them and is fast enough.
 
-    A set is fast enough when an iteration on it takes at most 1 + max_slowdown times one on all workers of the fleet
-    with the same requests spread evenly, by the cost model of `profile`. Nobody leaves unless the worker-seconds
+    A set is fast enough when what is left takes at most 1 + max_slowdown times as long on it as on all workers of the
+    fleet with the same requests spread evenly, by the cost model of `profile`. What memory cannot hold at once waits,
+    longest first, so that a fleet may be made smaller before the first token. Nobody leaves unless the worker-seconds
     saved, by forecast, are `least_gain` times those that the resize stalls.
     """
 
@@ -76,7 +78,7 @@ class FlexFloorPolicy(PlannedPolicy):
         self._profile, self._max_slowdown, self._min_workers = profile, max_slowdown, min_workers
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
-        if status.live == 0:
+        if not queue and status.live == 0:
             return None
         for count in range(self._min_workers, len(status.active)):
             if plan := self._plan(count, queue, status):
@@ -88,19 +90,19 @@ class FlexFloorPolicy(PlannedPolicy):
         by_kv = sorted(status.active, key=lambda w: (-status.workers[w].kv_pages_used, w))
         stay = sorted(by_kv[:count])
         leaving = [w for w in status.active if w not in stay]
-        slots = -(-status.placement.worker.size // count)
-        room = {w: status.pages_beside(w, max(slots, status.workers[w].slots)) for w in stay}
+        room = self._room(stay, status)
         homes = self._pack(stay, leaving, room, status)
-        if homes is None or self._peak(homes, stay, status) + self.queue_pages(queue, status) > sum(room.values()):
+        if homes is None:
             return None
         fast, slow = self._seconds(status, len(status.workers)), self._seconds_on(stay, homes, status)
-        if slow > fast * (1 + self._max_slowdown):
+        fast *= self._iterations(queue, sum(self._room(status.active, status).values()), status)
+        remaining = self._iterations(queue, sum(room.values()), status)
+        if slow * remaining > fast * (1 + self._max_slowdown):
             return None
-        remaining = max(self.remaining(name, status) for name in status.requests)
         saved = (len(status.active) - count) * remaining * (status.iteration_s or slow)
         experts = sum(int((status.placement.worker == w).sum()) for w in leaving)
         stall = _SWITCH_S + experts * status.model.expert_bytes / _MOVE_BYTES_S
-        if saved < self._least_gain * len(status.active) * stall:
+        if status.iteration > 0 and saved < self._least_gain * len(status.active) * stall:
             return None
         try:
             reason = f"{count} hold what is live; saves about {saved:.1f} worker-seconds"
@@ -108,26 +110,39 @@ class FlexFloorPolicy(PlannedPolicy):
         except PlanRefusedError:
             return None
 
+    def _room(self, stay: Collection[int], status: FleetStatus) -> dict[int, int]:
+        """KV pages of each worker beside the experts it would have, were these workers alone."""
+        slots = -(-status.placement.worker.size // len(stay))
+        return {w: status.pages_beside(w, max(slots, status.workers[w].slots)) for w in stay}
+
+    def _iterations(self, queue: Sequence[Request], pages: int, status: FleetStatus) -> float:
+        """Until everything has ended, by the forecast's high lengths: what memory is set aside for."""
+        running = [self.live(name, status) for name in status.requests]
+        return iterations_to_end(running, [self.entry(r, 0) for r in queue], pages, status.page_tokens)
+
     def _pack(
         self, stay: Sequence[int], leaving: Collection[int], room: dict[int, int], status: FleetStatus
     ) -> dict[str, int] | None:
-        """Homes of the requests of leaving workers by forecast peaks, largest first; None when they do not fit."""
-        load = {w: self.peak_pages(w, status) for w in stay}
-        movers = [r.request_id for w in leaving for r in status.workers[w].requests]
+        """Homes of the requests of leaving workers, longest first, where there is most room for what they will take;
+        None when they do not fit."""
+        held = {w: self.held(w, status) for w in stay}
+        load = {w: sum(tokens + more for tokens, more in held[w]) / status.page_tokens for w in stay}
+        movers = {r.request_id: self.live(r.request_id, status) for w in leaving for r in status.workers[w].requests}
         homes = {}
-        for name in sorted(movers, key=lambda n: (-self.request_pages(n, status), n)):
-            target = max(stay, key=lambda w: (room[w] - load[w], -w))
-            load[target] += self.request_pages(name, status)
+        for name, entry in sorted(movers.items(), key=lambda item: (-sum(item[1]), item[0])):
+            open_ = [w for w in stay if len(held[w]) < status.max_batch]
+            if not open_:
+                return None
+            target = max(open_, key=lambda w: (room[w] - load[w], -w))
+            load[target] += sum(entry) / status.page_tokens
+            held[target].append(entry)
             homes[name] = target
-        return homes if all(load[w] <= room[w] for w in stay) else None
-
-    def _peak(self, homes: dict[str, int], stay: Sequence[int], status: FleetStatus) -> int:
-        return sum(self.peak_pages(w, status) for w in stay) + sum(self.request_pages(n, status) for n in homes)
+        return homes if all(pages_of(held[w], status.page_tokens) <= room[w] for w in stay) else None
 
     def _seconds(self, status: FleetStatus, workers: int) -> float:
         """An iteration with what is live now, spread evenly."""
         tokens = sum(r.prompt_tokens + r.response_tokens for _, r in status.requests.values())
-        batch = [-(-status.live // workers)] * workers
+        batch = [max(1, -(-status.live // workers))] * workers
         kv = [-(-tokens // workers)] * workers
         return iteration_seconds(self._profile, status.model, batch=batch, kv_tokens=kv, prefill_tokens=[0] * workers)
 
@@ -147,16 +162,21 @@ class FlexFloorPolicy(PlannedPolicy):
         )
 
     def _rebalance(self, status: FleetStatus) -> ResizePlan | None:
-        """Take a request off a worker whose next pages are not there, to one with room."""
-        full = [w for w in status.active_workers() if w.kv_pages_free < sum(r.kv_pages > 0 for r in w.requests)]
+        """Take a request off a worker whose next pages are not there, to one with room for it and for its own."""
+        running = {w.worker: sum(r.kv_pages > 0 for r in w.requests) for w in status.active_workers()}
+        spare = {w.worker: w.kv_pages_free - running[w.worker] for w in status.active_workers()}
         homes: dict[str, int] = {}
-        for worker in full:
-            roomy = max(status.active_workers(), key=lambda w: w.kv_pages_free)
-            movers = [r for r in worker.requests if r.decoding]
-            if roomy.worker == worker.worker or roomy.kv_pages_free < _FREE_SHARE * roomy.kv_pages or not movers:
+        for worker in status.active_workers():
+            if spare[worker.worker] >= 0 or running[worker.worker] < 2:
                 continue
-            mover = max(movers, key=lambda r: (r.kv_pages - r.shared_pages, r.request_id))
-            homes[mover.request_id] = roomy.worker
+            roomy = max(spare, key=lambda w: (spare[w], -w))
+            fits = spare[roomy] - int(_FREE_SHARE * status.workers[roomy].kv_pages)
+            movers = [r for r in worker.requests if r.decoding and r.kv_pages <= fits]
+            if movers and running[roomy] < status.max_batch:
+                mover = max(movers, key=lambda r: (r.kv_pages - r.shared_pages, r.request_id))
+                homes[mover.request_id] = roomy
+                spare[roomy] -= mover.kv_pages + 1
+                running[roomy] += 1
         try:
             return plan_moves(status, homes, "its worker is full") if homes else None
         except PlanRefusedError:

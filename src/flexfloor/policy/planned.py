@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flexfloor.policy.base import ForcedLengths, Lengths, check_oracle
 from flexfloor.requests import Request
+from flexfloor.world.dynamics import Held, pages_of
 from flexfloor.world.resize import ResizePlan
 from flexfloor.world.status import FleetStatus
 
@@ -13,7 +14,8 @@ from flexfloor.world.status import FleetStatus
 class PlannedPolicy:
     """All workers stay. together: long responses share workers, so that the others run dry early; else they are spread.
 
-    Requests wait in the driver's queue until the pages that their forecast asks for are free.
+    Requests wait in the driver's queue until the pages that their forecast asks for are free and a worker's batch has
+    room; a worker with nothing live takes any. Shorter ones go ahead of one that does not fit yet.
     """
 
     def __init__(self, lengths: Lengths, name: str = "planned", together: bool = False) -> None:
@@ -26,26 +28,26 @@ class PlannedPolicy:
         if isinstance(self.lengths, ForcedLengths):
             check_oracle(queue)
         workers = self.workers(status)
-        peak = {w: self.peak_pages(w, status) for w in workers}
-        room = {w: status.workers[w].kv_pages for w in workers}
-        count = {w: status.workers[w].live_requests for w in workers}
-        fair = -(-(len(queue) + sum(count.values())) // len(workers))
+        held = {w: self.held(w, status) for w in workers}
+        fair = -(-(len(queue) + sum(map(len, held.values()))) // len(workers))
         assignment: dict[int, list[str]] = {w: [] for w in workers}
         for request in sorted(queue, key=lambda r: -self.lengths.total(r, 0)):
-            need = self._pages(request, 0, status)
-            fitting = [w for w in workers if peak[w] + need <= room[w] or count[w] == 0]
+            entry = self.entry(request, 0)
+            fitting = [w for w in workers if self._fits([*held[w], entry], status.workers[w].kv_pages, status)]
             if not fitting:
                 continue
             if self._together:
                 # Filled one after another, to an even number of requests each.
-                target = next((w for w in fitting if count[w] < fair), fitting[-1])
+                target = next((w for w in fitting if len(held[w]) < fair), fitting[-1])
             else:
-                target = min(fitting, key=lambda w: (peak[w], count[w], w))
-            peak[target] += need
-            count[target] += 1
+                target = min(fitting, key=lambda w: (sum(t + r for t, r in held[w]), len(held[w]), w))
+            held[target].append(entry)
             assignment[target].append(request.request_id)
             self._requests[request.request_id] = request
         return {worker: names for worker, names in assignment.items() if names}
+
+    def _fits(self, held: Sequence[Held], pages: int, status: FleetStatus) -> bool:
+        return len(held) == 1 or (len(held) <= status.max_batch and pages_of(held, status.page_tokens) <= pages)
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         return None
@@ -54,23 +56,17 @@ class PlannedPolicy:
         """Those that requests are bound to."""
         return status.active
 
-    def peak_pages(self, worker: int, status: FleetStatus) -> int:
-        """Pages that the live requests of `worker` take at most, by the forecast."""
-        return sum(self.request_pages(r.request_id, status) for r in status.workers[worker].requests)
+    def held(self, worker: int, status: FleetStatus) -> list[Held]:
+        """What the live requests of `worker` will take, by the forecast."""
+        return [self.live(r.request_id, status) for r in status.workers[worker].requests]
 
-    def request_pages(self, request_id: str, status: FleetStatus) -> int:
-        """Pages that a live request takes at most, by the forecast."""
-        live = status.requests[request_id][1]
-        return max(live.kv_pages, self._pages(self._requests[request_id], live.response_tokens, status))
+    def live(self, request_id: str, status: FleetStatus) -> Held:
+        return self.entry(self._requests[request_id], status.requests[request_id][1].response_tokens)
 
     def remaining(self, request_id: str, status: FleetStatus) -> float:
         """Tokens that a live request still generates, by the forecast; at least 1."""
         live = status.requests[request_id][1]
         return max(1.0, self.lengths.total(self._requests[request_id], live.response_tokens) - live.response_tokens)
 
-    def queue_pages(self, queue: Sequence[Request], status: FleetStatus) -> int:
-        return sum(self._pages(r, 0, status) for r in queue)
-
-    def _pages(self, request: Request, generated: int, status: FleetStatus) -> int:
-        tokens = len(request.prompt_tokens) + self.lengths.high(request, generated)
-        return -(-int(min(tokens, status.model.max_context)) // status.page_tokens) + 1
+    def entry(self, request: Request, generated: int) -> Held:
+        return len(request.prompt_tokens) + generated, max(1.0, self.lengths.high(request, generated) - generated)
