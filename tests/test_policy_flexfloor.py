@@ -222,3 +222,36 @@ def test_nothing_moves_to_where_it_does_not_fit_or_no_batch_is_free() -> None:
     }  # 12 + 18 pages; 12 are free elsewhere, and room to grow is wanted
     assert decide(*make(placed, min_workers=4, pages=30)) is None
     assert decide(*full([8, 12, 9], max_batch=1)) is None
+
+
+# -- what waits ----------------------------------------------------------------------------------------------------
+
+
+def waiting(count: int, tokens: int = 100) -> list[Request]:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return flexfloor.make_requests([Prompt((1,), f"w{i}") for i in range(count)], sampling=params)
+
+
+def before_the_start(max_slowdown: float, count: int, pages: int = 10**4, max_batch: int = 64) -> int:
+    ours = FlexFloorPolicy(ForcedLengths(), READING, max_slowdown)
+    plan = ours.decide(waiting(count), make_status(pages=pages, max_batch=max_batch, longest=101))
+    return len(plan.members) if plan else 4
+
+
+def test_a_fleet_starts_as_small_as_its_whole_work_allows() -> None:
+    """Nothing is live yet: what waits sets the pace."""
+    assert before_the_start(0.0, 40) == 4
+    assert before_the_start(100.0, 40) == 1
+    sizes = [before_the_start(percent / 100, 40) for percent in range(0, 400, 20)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 2
+
+
+def test_a_batch_that_holds_few_at_once_makes_a_small_fleet_slow() -> None:
+    assert before_the_start(1.5, 8, max_batch=64) < before_the_start(1.5, 8, max_batch=2)
+
+
+def test_a_memory_that_holds_few_at_once_makes_a_small_fleet_slow() -> None:
+    """Each takes 26 pages at its end; 16 experts take 160."""
+    assert before_the_start(3.5, 8) == 1
+    assert before_the_start(3.5, 8, pages=160) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from flexfloor.errors import InputError, PlanRefusedError
@@ -15,6 +16,7 @@ from flexfloor.world.status import FleetStatus
 
 _SWITCH_S = 0.05  # seconds that a resize is taken to cost beside what it moves
 _MOVE_BYTES_S = 1e9  # bytes a second that a move is taken to reach
+_ROUNDING = 1e-6  # what sums of parts may be above a whole number
 _FREE_SHARE = 0.1  # of its pages that a worker keeps free when it takes a request off a full one
 
 
@@ -80,13 +82,22 @@ class FlexFloorPolicy(PlannedPolicy):
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         if not queue and status.live == 0:
             return None
-        for count in range(self._min_workers, len(status.active)):
-            if plan := self._plan(count, queue, status):
-                return plan
+        if self._min_workers < len(status.active):
+            limit = self._slowest(queue, status)
+            for count in range(self._min_workers, len(status.active)):
+                if plan := self._plan(count, limit, queue, status):
+                    return plan
         return self._rebalance(status)
 
-    def _plan(self, count: int, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
-        """The plan that leaves `count` workers, None where it does not fit, is too slow, or does not pay."""
+    def _slowest(self, queue: Sequence[Request], status: FleetStatus) -> float:
+        """Seconds that what is left may take: on the whole fleet, spread evenly, and the slowdown that is allowed."""
+        everyone = range(len(status.workers))
+        room = self._room(everyone, status)
+        seconds = self._seconds_on(everyone, None, room, queue, status)
+        return seconds * self._iterations(queue, room, status) * (1 + self._max_slowdown)
+
+    def _plan(self, count: int, limit: float, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
+        """The plan that leaves `count` workers, None where it does not fit, is slower than `limit`, or does not pay."""
         by_kv = sorted(status.active, key=lambda w: (-status.workers[w].kv_pages_used, w))
         stay = sorted(by_kv[:count])
         leaving = [w for w in status.active if w not in stay]
@@ -94,10 +105,11 @@ class FlexFloorPolicy(PlannedPolicy):
         homes = self._pack(stay, leaving, room, status)
         if homes is None:
             return None
-        fast, slow = self._seconds(status, len(status.workers)), self._seconds_on(stay, homes, status)
-        fast *= self._iterations(queue, sum(self._room(status.active, status).values()), status)
-        remaining = self._iterations(queue, sum(room.values()), status)
-        if slow * remaining > fast * (1 + self._max_slowdown):
+        slow = self._seconds_on(stay, homes, room, queue, status)
+        if slow * self._longest(queue, status) > limit:  # known without rolling forward, which takes its time
+            return None
+        remaining = self._iterations(queue, room, status)
+        if slow * remaining > limit:
             return None
         saved = (len(status.active) - count) * remaining * (status.iteration_s or slow)
         experts = sum(int((status.placement.worker == w).sum()) for w in leaving)
@@ -110,15 +122,22 @@ class FlexFloorPolicy(PlannedPolicy):
         except PlanRefusedError:
             return None
 
-    def _room(self, stay: Collection[int], status: FleetStatus) -> dict[int, int]:
-        """KV pages of each worker beside the experts it would have, were these workers alone."""
-        slots = -(-status.placement.worker.size // len(stay))
-        return {w: status.pages_beside(w, max(slots, status.workers[w].slots)) for w in stay}
+    def _room(self, workers: Collection[int], status: FleetStatus) -> dict[int, int]:
+        """KV pages of each worker beside the experts it would have, were these workers alone. Workers that stay keep
+        what they have."""
+        slots = -(-status.placement.worker.size // len(workers))
+        shrinks = len(workers) < len(status.active)
+        return {w: status.pages_beside(w, max(slots, status.workers[w].slots * shrinks)) for w in workers}
 
-    def _iterations(self, queue: Sequence[Request], pages: int, status: FleetStatus) -> float:
+    def _longest(self, queue: Sequence[Request], status: FleetStatus) -> float:
+        left = [self.live(name, status)[1] for name in status.requests]
+        return max([*left, *(self.entry(r, 0)[1] for r in queue)])
+
+    def _iterations(self, queue: Sequence[Request], room: dict[int, int], status: FleetStatus) -> float:
         """Until everything has ended, by the forecast's high lengths: what memory is set aside for."""
         running = [self.live(name, status) for name in status.requests]
-        return iterations_to_end(running, [self.entry(r, 0) for r in queue], pages, status.page_tokens)
+        waiting = [self.entry(r, 0) for r in queue]
+        return iterations_to_end(running, waiting, sum(room.values()), status.page_tokens, len(room) * status.max_batch)
 
     def _pack(
         self, stay: Sequence[int], leaving: Collection[int], room: dict[int, int], status: FleetStatus
@@ -139,26 +158,31 @@ class FlexFloorPolicy(PlannedPolicy):
             homes[name] = target
         return homes if all(pages_of(held[w], status.page_tokens) <= room[w] for w in stay) else None
 
-    def _seconds(self, status: FleetStatus, workers: int) -> float:
-        """An iteration with what is live now, spread evenly."""
-        tokens = sum(r.prompt_tokens + r.response_tokens for _, r in status.requests.values())
-        batch = [max(1, -(-status.live // workers))] * workers
-        kv = [-(-tokens // workers)] * workers
-        return iteration_seconds(self._profile, status.model, batch=batch, kv_tokens=kv, prefill_tokens=[0] * workers)
-
-    def _seconds_on(self, stay: Sequence[int], homes: dict[str, int], status: FleetStatus) -> float:
-        """An iteration on the workers that stay, with the requests that come to them."""
-        batch, kv = dict.fromkeys(stay, 0), dict.fromkeys(stay, 0)
+    def _seconds_on(
+        self,
+        workers: Sequence[int],
+        homes: dict[str, int] | None,
+        room: dict[int, int],
+        queue: Sequence[Request],
+        status: FleetStatus,
+    ) -> float:
+        """An iteration on `workers` with the live requests at their homes, or spread evenly, and an even share of those
+        that wait: as many as have room, half way through."""
+        batch, kv = dict.fromkeys(workers, 0.0), dict.fromkeys(workers, 0.0)
         for name, (worker, request) in status.requests.items():
-            home = homes.get(name, worker)
-            batch[home] += 1
-            kv[home] += request.prompt_tokens + request.response_tokens
+            places = workers if homes is None else (homes.get(name, worker),)
+            for place in places:
+                batch[place] += 1 / len(places)
+                kv[place] += (request.prompt_tokens + request.response_tokens) / len(places)
+        free = sum(room.values()) * status.page_tokens - sum(kv.values())
+        tokens = sum(len(r.prompt_tokens) + self.lengths.total(r, 0) / 2 for r in queue)
+        share = min(1.0, max(0.0, free) / tokens) / len(workers) if queue else 0.0
         return iteration_seconds(
             self._profile,
             status.model,
-            batch=list(batch.values()),
-            kv_tokens=list(kv.values()),
-            prefill_tokens=[0] * len(stay),
+            batch=[math.ceil(b + share * len(queue) - _ROUNDING) for b in batch.values()],
+            kv_tokens=[math.ceil(k + share * tokens - _ROUNDING) for k in kv.values()],
+            prefill_tokens=[0] * len(batch),
         )
 
     def _rebalance(self, status: FleetStatus) -> ResizePlan | None:

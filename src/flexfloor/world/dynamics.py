@@ -17,8 +17,11 @@ def pages_of(held: Sequence[Held], page_tokens: int) -> int:
     return concurrent_pages([tokens for tokens, _ in held], [left for _, left in held], page_tokens)
 
 
-def iterations_to_end(running: Sequence[Held], waiting: Sequence[Held], pages: int, page_tokens: int) -> float:
-    """Iterations until all requests have ended, where `pages` KV pages are there for all of them together.
+def iterations_to_end(
+    running: Sequence[Held], waiting: Sequence[Held], pages: int, page_tokens: int, most: int
+) -> float:
+    """Iterations until all requests have ended, where `pages` KV pages are there for all of them together and `most`
+    run at once.
 
     Those that wait are taken in longest first, each as soon as there are pages for all it will take beside what the
     running ones will; a request that is alone is taken in whatever it takes, so that the result is finite.
@@ -28,6 +31,8 @@ def iterations_to_end(running: Sequence[Held], waiting: Sequence[Held], pages: i
     while alive or queue:
         tried, at = 0, 0
         while at < len(queue) and tried < _MOST_TRIED:
+            if len(alive) >= most:
+                break
             if not alive or pages_of([*alive, queue[at]], page_tokens) <= pages:
                 alive.append(queue.pop(at))
             else:
