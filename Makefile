@@ -27,9 +27,9 @@ install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --qu
 
 # The tests that meet transformers: models, numerics, the life of a fleet, what is refused, tokenizers.
 FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
-  test_prompts.py)
+  test_prompts.py test_resize.py test_weights.py)
 
-.PHONY: help setup demo demo-real test test-transformers-floor bench bench-real bench-vllm lint clean
+.PHONY: help setup demo demo-real test test-transformers-floor bench bench-elastic bench-real bench-vllm lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -41,9 +41,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(call install,$(VENV),$(CONSTRAINTS)) -e '.[dev,parquet]'
 	touch $@
 
-demo: setup $(TINY)/config.json  ## a rollout on four workers with a tiny random model: where did the time go?
-	$(BIN)/flexfloor rollout --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --max-tokens 768 \
-	  --workers 4 --worker-memory 512MiB --out $(DEMO)/responses.jsonl
+demo: setup $(TINY)/config.json  ## four workers, a tiny random model: the same requests with and without releasing workers
+	$(BIN)/flexfloor compare --policies static,release,flexfloor --knowledge oracle --force-lengths examples/lengths.txt \
+	  --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --workers 4 --worker-memory 256MiB \
+	  --pace 16 --prefill-tokens 64 --out-dir $(DEMO)
 
 $(TINY)/config.json: examples/make_tiny_model.py | setup
 	rm -rf $(TINY)
@@ -81,6 +82,11 @@ $(FLOOR)/.installed: pyproject.toml constraints.txt constraints-floor.txt
 
 bench: setup  ## throughput: workers and numerics against each other
 	$(BIN)/python benchmarks/bench.py
+
+bench-elastic: setup  ## what releasing workers saves: all policies side by side, paced
+	$(BIN)/python benchmarks/bench_elastic.py
+	$(BIN)/python benchmarks/bench_elastic.py --workers 8
+	$(BIN)/python benchmarks/bench_elastic.py --pinned
 
 bench-real: $(SMOLLM2)/config.json  ## real text: against stock transformers, rightness and speed (12 GB memory)
 	$(BIN)/python benchmarks/bench_real.py --model $(SMOLLM2)

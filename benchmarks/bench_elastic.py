@@ -32,7 +32,7 @@ from flexfloor.ledger.accounting import Summary
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
 
-POLICIES = ("static", "static-grouped", "planned", "release", "fixed:{half}", "flexfloor")
+POLICIES = ("static", "static-grouped", "planned", "release", "fixed:{half}", "fixed:1", "flexfloor")
 SIZES = {"prefill_tokens": 32, "max_batch": 128, "page_tokens": 16}
 PROMPT, LONGEST, SIBLINGS = 24, 320, 4
 
@@ -115,7 +115,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--requests", type=int, help="default: 12 a worker")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--pace", type=float, default=24.0, help="of the h200 profile; an iteration takes about 3.2 ms")
+    parser.add_argument(
+        "--pace", type=float, help="times the iteration of the h200 profile, 3.2 ms; default: 24, or 6 a worker"
+    )
     parser.add_argument("--kv-share", type=float, default=0.2)
     parser.add_argument("--chunk", type=int, default=4)
     parser.add_argument("--max-slowdown", type=float, default=0.02)
@@ -124,10 +126,12 @@ def main() -> int:
     args = parser.parse_args()
     workers = 2 if args.pinned else args.workers
     model = bench_model("tiny")
-    names = (args.policies or ",".join(POLICIES)).format(half=max(1, workers // 2)).split(",")
+    named = (args.policies or ",".join(POLICIES)).format(half=max(1, workers // 2))
+    names = list(dict.fromkeys(named.split(",")))
     workloads = draw_workloads(args.requests or 12 * workers, workers, args.seeds)
     memory = max(worker_memory(model, workers, w, args.kv_share) for w in workloads)
-    options: dict[str, Any] = SIZES | {"worker_memory": memory, "pace": None if args.pinned else args.pace}
+    pace = args.pace or max(24.0, 6.0 * workers)
+    options: dict[str, Any] = SIZES | {"worker_memory": memory, "pace": None if args.pinned else pace}
     results: list[dict[str, Summary]] = []
     with flexfloor.Fleet.launch(model, workers=workers, **options) as fleet:
         if args.pinned:

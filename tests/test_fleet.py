@@ -65,6 +65,20 @@ def test_submit_from_another_thread_while_nothing_is_live(fleet: EngineFleet) ->
     assert alone.responses[0].tokens == result.responses[0].tokens
 
 
+def test_a_request_that_cannot_run_is_refused_to_its_submitter_and_the_rollout_goes_on(fleet: EngineFleet) -> None:
+    run = flexfloor.Rollout(fleet, chunk=4)
+    run.submit([request("first")])
+    for response in run:
+        if response.prompt_key == "first":
+            with pytest.raises(flexfloor.InputError, match="leaves no room in the model's context"):
+                run.submit([request("good"), request("long", length=fleet.info.shape.max_context)])
+            with pytest.raises(flexfloor.InputError, match="submitted twice"):
+                run.submit([request("good"), request("good")])
+            run.submit([request("good")])
+            run.seal()
+    assert run.summary.requests == 2
+
+
 def test_an_empty_sealed_rollout_runs_no_iteration(fleet: EngineFleet) -> None:
     run = flexfloor.Rollout(fleet)
     run.seal()

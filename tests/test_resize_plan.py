@@ -12,6 +12,7 @@ from statuses import PAGE_TOKENS, live, make_status, shape, with_requests
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.progress import RequestStatus
+from flexfloor.world.costs import MoveCosts
 from flexfloor.world.experts import ExpertPlacement
 from flexfloor.world.resize import (
     ExpertMove,
@@ -166,6 +167,14 @@ def test_kv_that_is_not_complete_or_does_not_fit_is_computed_again() -> None:
     assert "4 requests move; 3 of them by recompute" in str(plan)
     crowded = plan_shrink(replace(status, max_batch=1), [1])
     assert not any(with_kv for _, with_kv in targets(crowded).values())
+
+
+def test_kv_moves_only_when_that_is_faster_than_computing_it_again() -> None:
+    status = make_status({0: [live("a#0/0", 6)]}, workers=2)
+    fast, slow = MoveCosts(bytes_per_s=1e12), MoveCosts(bytes_per_s=1.0)
+    assert targets(plan_shrink(status, [0], costs=fast)) == {"a#0/0": (1, True)}
+    assert targets(plan_shrink(status, [0], costs=slow)) == {"a#0/0": (1, False)}
+    assert targets(plan_moves(status, {"a#0/0": 1}, costs=slow)) == {"a#0/0": (1, False)}
 
 
 def test_waiting_requests_are_spread_by_the_pages_they_are_going_to_take() -> None:

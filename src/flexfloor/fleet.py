@@ -53,6 +53,9 @@ class Fleet(Protocol):
     def start(self) -> None:
         """Begin a rollout: iteration 0, peaks reset, no request left over."""
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises InputError for a request that can never run here. May be called at any time, from any thread."""
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Make requests known; they wait in the driver until assigned. Raises InputError for one that can never fit."""
 

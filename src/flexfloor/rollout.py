@@ -112,14 +112,21 @@ class Rollout:
         self._reported_tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests over. Raises InputError for a request id that is known already, or when sealed."""
+        """Hand requests over, all or none.
+
+        Raises InputError for a request id that is known already or a request that can never run, FlexFloorError when
+        sealed; the rollout itself goes on.
+        """
+        self._fleet.check(requests)
         with self._changed:
             if self._sealed:
                 raise FlexFloorError("the rollout is sealed; it takes no more requests")
+            fresh: dict[str, Request] = {}
             for request in requests:
-                if request.request_id in self._requests:
+                if request.request_id in self._requests or request.request_id in fresh:
                     raise InputError(f"request {request.request_id} was submitted twice")
-                self._requests[request.request_id] = request
+                fresh[request.request_id] = request
+            self._requests |= fresh
             self._arrived.extend(requests)
             self._changed.notify()
 
@@ -146,10 +153,11 @@ class Rollout:
         queue: list[Request] = []
         try:
             while self._await_work(queue):
-                # First who stays, then who gets what: a worker may leave before its first request.
+                # Who stays, then who gets what (a worker may leave before its first request), then who is left without.
                 self._resize(queue)
                 if queue:
                     queue = self._assign(queue)
+                    self._resize(queue)
                 begin = self._now
                 progress = fleet.advance(self._chunk)
                 yield from self._record(progress, begin, waiting=len(queue))

@@ -9,13 +9,12 @@ from flexfloor.errors import InputError, PlanRefusedError
 from flexfloor.policy.base import Lengths
 from flexfloor.policy.planned import PlannedPolicy
 from flexfloor.requests import Request
-from flexfloor.world.costs import DeviceProfile, iteration_seconds
+from flexfloor.world.costs import DeviceProfile, MoveCosts, iteration_seconds
 from flexfloor.world.dynamics import iterations_to_end, pages_of
 from flexfloor.world.resize import ResizePlan, plan_moves, plan_shrink
 from flexfloor.world.status import FleetStatus
 
-_SWITCH_S = 0.05  # seconds that a resize is taken to cost beside what it moves
-_MOVE_BYTES_S = 1e9  # bytes a second that a move is taken to reach
+_COSTS = MoveCosts()
 _ROUNDING = 1e-6  # what sums of parts may be above a whole number
 _FREE_SHARE = 0.1  # of its pages that a worker keeps free when it takes a request off a full one
 
@@ -113,7 +112,7 @@ class FlexFloorPolicy(PlannedPolicy):
             return None
         saved = (len(status.active) - count) * remaining * (status.iteration_s or slow)
         experts = sum(int((status.placement.worker == w).sum()) for w in leaving)
-        stall = _SWITCH_S + experts * status.model.expert_bytes / _MOVE_BYTES_S
+        stall = _COSTS.switch_s + experts * status.model.expert_bytes / _COSTS.bytes_per_s
         if status.iteration > 0 and saved < self._least_gain * len(status.active) * stall:
             return None
         try:

@@ -67,6 +67,19 @@ PROFILES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class MoveCosts:
+    """What moving takes, as plans count it; the defaults are of the order of a CPU machine.
+
+    bytes_per_s: between workers. recompute_tokens_per_s: of prefill, by which a request is computed again instead.
+    switch_s: seconds of every resize beside what it moves.
+    """
+
+    bytes_per_s: float = 1e9
+    recompute_tokens_per_s: float = 5e3
+    switch_s: float = 0.05
+
+
 def iteration_seconds(
     profile: DeviceProfile,
     shape: ModelShape,

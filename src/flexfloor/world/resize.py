@@ -14,9 +14,12 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.progress import RequestStatus
+from flexfloor.world.costs import MoveCosts
 from flexfloor.world.experts import ExpertPlacement
 from flexfloor.world.memory import format_bytes
 from flexfloor.world.status import FleetStatus
+
+_COSTS = MoveCosts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,18 @@ class ResizePlan:
 
 
 def plan_shrink(
-    status: FleetStatus, leaving: Collection[int], homes: Mapping[str, int] | None = None, reason: str = ""
+    status: FleetStatus,
+    leaving: Collection[int],
+    homes: Mapping[str, int] | None = None,
+    reason: str = "",
+    costs: MoveCosts = _COSTS,
 ) -> ResizePlan:
     """The plan by which `leaving` workers leave.
 
     homes: request id → worker for requests that move, also between workers that stay; those of leaving workers that it
     does not name go, largest KV first, to the worker that will have the most pages free. Experts of leaving workers go
-    where the fewest tokens were computed for their layer. Raises PlanRefusedError when it does not fit.
+    where the fewest tokens were computed for their layer. costs: by which KV moves or is computed again.
+    Raises PlanRefusedError when it does not fit.
     """
     gone = set(leaving)
     if not gone:
@@ -85,16 +93,18 @@ def plan_shrink(
     _check_leaving(gone, members, status)
     placement, expert_moves = _shrink_experts(status, gone, members)
     slots = {w: max(status.workers[w].slots, _slots_needed(placement, w)) for w in members}
-    request_moves = plan_request_moves(status, gone, homes or {}, slots)
+    request_moves = plan_request_moves(status, gone, homes or {}, slots, costs)
     plan = ResizePlan(members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason)
     check_plan(plan, status)
     return plan
 
 
-def plan_moves(status: FleetStatus, homes: Mapping[str, int], reason: str = "") -> ResizePlan:
+def plan_moves(
+    status: FleetStatus, homes: Mapping[str, int], reason: str = "", costs: MoveCosts = _COSTS
+) -> ResizePlan:
     """Requests move, nobody leaves. homes: request id → worker. Raises PlanRefusedError."""
     slots = {w: status.workers[w].slots for w in status.active}
-    moves = plan_request_moves(status, set(), homes, slots)
+    moves = plan_request_moves(status, set(), homes, slots, costs)
     plan = ResizePlan(status.active, (), (), status.placement, (), tuple(moves), reason)
     check_plan(plan, status)
     return plan
@@ -181,10 +191,10 @@ def _slots_needed_by_count(slot: np.ndarray, worker: np.ndarray, target: int) ->
 
 
 def plan_request_moves(
-    status: FleetStatus, leaving: set[int], homes: Mapping[str, int], slots: Mapping[int, int]
+    status: FleetStatus, leaving: set[int], homes: Mapping[str, int], slots: Mapping[int, int], costs: MoveCosts
 ) -> list[RequestMove]:
-    """slots: expert slots of each member while the moves happen. KV goes along where it fits and is complete; what is
-    computed again, or still waits, counts with the pages that it is going to take."""
+    """slots: expert slots of each member while the moves happen. KV goes along where it fits, is complete and arrives
+    sooner than it could be computed; what is computed again, or still waits, counts with the pages it will take."""
     for name in homes:
         if name not in status.requests:
             raise PlanRefusedError(f"request {name} is not live; it cannot move")
@@ -209,6 +219,8 @@ def plan_request_moves(
             raise PlanRefusedError(f"request {request.request_id} would move to worker {target}, which is not active")
         pages = request.kv_pages - _shared(request, present[target])
         with_kv = request.decoding and pages < room[target] and running[target] < status.max_batch
+        tokens = request.prompt_tokens + request.response_tokens
+        with_kv &= pages * status.page_bytes / costs.bytes_per_s <= tokens / costs.recompute_tokens_per_s
         moves.append(RequestMove(request.request_id, source, target, with_kv))
         if with_kv:
             room[target] -= pages
@@ -216,7 +228,7 @@ def plan_request_moves(
             if request.shared_pages:
                 present[target] = present[target] | {request.group}
         else:
-            owed[target] += status.pages_for(request.prompt_tokens + request.response_tokens)
+            owed[target] += status.pages_for(tokens)
     return moves
 
 

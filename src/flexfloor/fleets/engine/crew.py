@@ -11,9 +11,12 @@ from typing import Any, NoReturn
 
 from flexfloor.errors import FlexFloorError, InputError, WorkerFailedError
 from flexfloor.fleets.engine.launcher import WorkerHandle
-from flexfloor.fleets.engine.process import ERROR, HEARTBEAT, INPUT_ERROR, READY
+from flexfloor.fleets.engine.process import ERROR, HEARTBEAT, INPUT_ERROR, OK, READY
 
 _IMPORT_TIMEOUT = 300.0  # seconds; a first import on a cold disk is slow, and no heartbeat can tell
+
+
+_PEER_GONE = ("closed by peer", "Broken pipe", "reset by peer", "timed out")  # what a failure causes elsewhere
 
 
 class PhaseFailedError(Exception):
@@ -82,8 +85,9 @@ class Crew:
                 assert number == self._number, f"worker {worker} answered command {number}, not {self._number}"
                 if status == ERROR and not may_fail:
                     self._fail_after_error(worker, value)
-                elif status == ERROR:
-                    failed.setdefault(worker, " ".join(value[0].split())[:300])
+                elif may_fail and status != OK:
+                    message = value[0] if status == ERROR else value
+                    failed.setdefault(worker, " ".join(message.split())[:300])
                 elif status == INPUT_ERROR:
                     refused.append(value)
                 pending.discard(worker)
@@ -103,7 +107,8 @@ class Crew:
         for worker, handle in self.handles.items():
             if reason := handle.exit_reason():
                 self._fail(worker, reason)
-        return next(((w, m) for w, m in failed.items() if "closed by peer" not in m), next(iter(failed.items())))
+        first = ((w, m) for w, m in failed.items() if not any(sign in m for sign in _PEER_GONE))
+        return next(first, next(iter(failed.items())))
 
     def _send(self, worker: int, verb: str, arguments: tuple) -> None:
         try:

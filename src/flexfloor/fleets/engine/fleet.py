@@ -221,11 +221,17 @@ class EngineFleet(Fleet):
             self.regrow()
             self.start()
 
+    def check(self, requests: Sequence[Request]) -> None:
+        # Who stays has less room for KV beside the experts of those who left.
+        memory = [replace(plan, slots=max(plan.slots, self._slots.get(w, 0))) for w, plan in enumerate(self._memory)]
+        for request in requests:
+            check_request(request, self._checkpoint, memory)
+
     def submit(self, requests: Sequence[Request]) -> None:
+        self.check(requests)
         for request in requests:
             if request.request_id in self._requests:
                 raise InputError(f"request {request.request_id} was submitted twice")
-            check_request(request, self._checkpoint, self._memory)
         self._requests |= {r.request_id: r for r in requests}
 
     def assign(self, assignment: Mapping[int, Sequence[str]]) -> None:
@@ -283,6 +289,11 @@ class EngineFleet(Fleet):
         if not self._has_source and any(move.source is None for move in plan.expert_moves):
             raise PlanRefusedError("experts cannot be loaded again: the weights were replaced and are not kept")
         return self._carry_out(plan, status)
+
+    @property
+    def _slots(self) -> dict[int, int]:
+        """Expert slots of the active workers."""
+        return {w: self._placement.slots_on(w) for w in self._members}
 
     def _carry_out(self, plan: ResizePlan, status: FleetStatus, loaded: frozenset[int] = frozenset()) -> ResizeOutcome:
         run = ResizeRun(self._crew, plan, status, self._tag, self._settings.worker_timeout, loaded)
