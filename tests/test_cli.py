@@ -273,6 +273,17 @@ def test_the_summary_is_shown_with_every_worker(capsys: pytest.CaptureFixture[st
         assert told in out, out
 
 
+def test_the_tables_tell_who_left(capsys: pytest.CaptureFixture[str]):
+    start = {"type": "start", "schema": 1, "policy": "release", "settings": {}, "fleet": FLEET}
+    left = WorkerSummary(0, 3, 30, 1.25, 1.0, 1.25, None, None)
+    resizes = ({"failed": None}, {"failed": "worker 1: no"})
+    summary = replace(summarize([start]), resizes=resizes, stall_s=0.5, moved_bytes=2048, regrow_s=0.125)
+    print_summary(replace(summary, workers_detail=(left,)), {"ledger": Path("a")})
+    out = capsys.readouterr().out
+    for told in ("2, 1 failed (0.50 s, 2.0 KiB moved)", "0.12 s", "1.25 s", "left at"):
+        assert told in out, out
+
+
 def test_a_pace_that_was_not_kept_is_one_line(capsys: pytest.CaptureFixture[str]):
     start = {"type": "start", "schema": 1, "policy": "static", "settings": {}, "fleet": FLEET}
     summary = replace(summarize([start]), pace=2.0, profile="h200", paced_overrun_share=0.01, pace_valid=True)

@@ -170,7 +170,7 @@ def test_kv_that_is_not_complete_or_does_not_fit_is_computed_again() -> None:
 
 
 def test_kv_moves_only_when_that_is_faster_than_computing_it_again() -> None:
-    status = make_status({0: [live("a#0/0", 6)]}, workers=2)
+    status = make_status({0: [live("a#0/0", 6)]}, workers=2, pages=200)
     fast, slow = MoveCosts(bytes_per_s=1e12), MoveCosts(bytes_per_s=1.0)
     assert targets(plan_shrink(status, [0], costs=fast)) == {"a#0/0": (1, True)}
     assert targets(plan_shrink(status, [0], costs=slow)) == {"a#0/0": (1, False)}

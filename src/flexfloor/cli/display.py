@@ -121,6 +121,13 @@ def _totals(summary: Summary) -> Table:
         "per occupied worker-second": f"{format_rate(summary.tokens_per_occupied_s_with_regrow)} tokens",
         "post-finish share": f"{summary.post_finish_share:.1%}",
     }
+    if summary.resizes:
+        failed = sum(r["failed"] is not None for r in summary.resizes)
+        note = f", {failed} failed" if failed else ""
+        rows["resizes"] = (
+            f"{len(summary.resizes)}{note} ({summary.stall_s:.2f} s, {format_bytes(summary.moved_bytes)} moved)"
+        )
+        rows["regrow"] = f"{summary.regrow_s:.2f} s"
     if summary.pace is not None:
         valid = "" if summary.pace_valid else ", not valid"
         rows["pace"] = f"{summary.pace:g} x {summary.profile} ({summary.paced_overrun_share:.1%} overran{valid})"
@@ -134,7 +141,7 @@ def _workers(summary: Summary) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title="Workers", title_justify="left", title_style="bold")
-    for name in ("worker", "requests", "tokens", "finished at", "idle after", "peak KV", "peak memory"):
+    for name in ("worker", "requests", "tokens", "finished at", "left at", "idle after", "peak KV", "peak memory"):
         table.add_column(name, justify="right")
     for worker in summary.workers_detail:
         table.add_row(*_worker_row(worker))
@@ -147,6 +154,7 @@ def _worker_row(worker: WorkerSummary) -> tuple[str, ...]:
         format_count(worker.requests),
         format_count(worker.tokens),
         f"{worker.finished_at_s:.2f} s",
+        "" if worker.released_at_s is None else f"{worker.released_at_s:.2f} s",
         f"{worker.post_finish_share:.1%}",
         "" if worker.peak_kv_bytes is None else format_bytes(worker.peak_kv_bytes),
         "" if worker.peak_memory_bytes is None else format_bytes(worker.peak_memory_bytes),
