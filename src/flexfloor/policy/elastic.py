@@ -10,7 +10,7 @@ from flexfloor.policy.base import Lengths
 from flexfloor.policy.planned import PlannedPolicy
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile, MoveCosts, iteration_seconds
-from flexfloor.world.dynamics import iterations_to_end, pages_of
+from flexfloor.world.dynamics import fits, iterations_to_end
 from flexfloor.world.resize import ResizePlan, plan_moves, plan_shrink
 from flexfloor.world.status import FleetStatus
 
@@ -155,7 +155,7 @@ class FlexFloorPolicy(PlannedPolicy):
             load[target] += sum(entry) / status.page_tokens
             held[target].append(entry)
             homes[name] = target
-        return homes if all(pages_of(held[w], status.page_tokens) <= room[w] for w in stay) else None
+        return homes if all(fits(held[w], room[w], status.page_tokens) for w in stay) else None
 
     def _seconds_on(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flexfloor.policy.base import ForcedLengths, Lengths, check_oracle
 from flexfloor.requests import Request
-from flexfloor.world.dynamics import Held, pages_of
+from flexfloor.world.dynamics import Held, fits
 from flexfloor.world.resize import ResizePlan
 from flexfloor.world.status import FleetStatus
 
@@ -29,25 +29,28 @@ class PlannedPolicy:
             check_oracle(queue)
         workers = self.workers(status)
         held = {w: self.held(w, status) for w in workers}
+        load = {w: sum(tokens + left for tokens, left in held[w]) for w in workers}
         fair = -(-(len(queue) + sum(map(len, held.values()))) // len(workers))
         assignment: dict[int, list[str]] = {w: [] for w in workers}
         for request in sorted(queue, key=lambda r: -self.lengths.total(r, 0)):
             entry = self.entry(request, 0)
-            fitting = [w for w in workers if self._fits([*held[w], entry], status.workers[w].kv_pages, status)]
-            if not fitting:
-                continue
-            if self._together:
-                # Filled one after another, to an even number of requests each.
-                target = next((w for w in fitting if len(held[w]) < fair), fitting[-1])
+            if self._together:  # filled one after another, to an even number of requests each
+                order = [w for w in workers if len(held[w]) < fair]
+                order += [w for w in reversed(workers) if w not in order]
             else:
-                target = min(fitting, key=lambda w: (sum(t + r for t, r in held[w]), len(held[w]), w))
+                order = sorted(workers, key=lambda w: (load[w], len(held[w]), w))
+            target = next((w for w in order if self._fits([*held[w], entry], w, status)), None)
+            if target is None:
+                continue
             held[target].append(entry)
+            load[target] += sum(entry)
             assignment[target].append(request.request_id)
             self._requests[request.request_id] = request
         return {worker: names for worker, names in assignment.items() if names}
 
-    def _fits(self, held: Sequence[Held], pages: int, status: FleetStatus) -> bool:
-        return len(held) == 1 or (len(held) <= status.max_batch and pages_of(held, status.page_tokens) <= pages)
+    def _fits(self, held: Sequence[Held], worker: int, status: FleetStatus) -> bool:
+        pages = status.workers[worker].kv_pages
+        return len(held) == 1 or (len(held) <= status.max_batch and fits(held, pages, status.page_tokens))
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         return None
