@@ -41,10 +41,11 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(call install,$(VENV),$(CONSTRAINTS)) -e '.[dev,parquet]'
 	touch $@
 
+# Memory of a worker: all experts, and a tenth of the KV that all responses would take at once.
 demo: setup $(TINY)/config.json  ## four workers, a tiny random model: the same requests with and without releasing workers
 	$(BIN)/flexfloor compare --policies static,release,flexfloor --knowledge oracle --force-lengths examples/lengths.txt \
-	  --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --workers 4 --worker-memory 256MiB \
-	  --pace 16 --prefill-tokens 64 --out-dir $(DEMO)
+	  --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --workers 4 --worker-memory 73MiB \
+	  --pace 16 --prefill-tokens 64 --chunk 8 --out-dir $(DEMO)
 
 $(TINY)/config.json: examples/make_tiny_model.py | setup
 	rm -rf $(TINY)

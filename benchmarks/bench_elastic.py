@@ -122,6 +122,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=4)
     parser.add_argument("--max-slowdown", type=float, default=0.02)
     parser.add_argument("--policies", help="comma-separated (default: all)")
+    parser.add_argument("--unpaced", action="store_true", help="as fast as this machine goes: seconds say little")
     parser.add_argument("--pinned", action="store_true", help="two workers, a core each, unpaced")
     args = parser.parse_args()
     workers = 2 if args.pinned else args.workers
@@ -131,7 +132,7 @@ def main() -> int:
     workloads = draw_workloads(args.requests or 12 * workers, workers, args.seeds)
     memory = max(worker_memory(model, workers, w, args.kv_share) for w in workloads)
     pace = args.pace or max(24.0, 6.0 * workers)
-    options: dict[str, Any] = SIZES | {"worker_memory": memory, "pace": None if args.pinned else pace}
+    options: dict[str, Any] = SIZES | {"worker_memory": memory, "pace": None if args.pinned or args.unpaced else pace}
     results: list[dict[str, Summary]] = []
     with flexfloor.Fleet.launch(model, workers=workers, **options) as fleet:
         if args.pinned:

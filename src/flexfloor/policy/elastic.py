@@ -116,7 +116,8 @@ class FlexFloorPolicy(PlannedPolicy):
         if status.iteration > 0 and saved < self._least_gain * len(status.active) * stall:
             return None
         try:
-            reason = f"{count} hold what is live; saves about {saved:.1f} worker-seconds"
+            gain = (len(status.active) - count) * remaining
+            reason = f"{count} hold what is live; saves about {gain:.0f} worker-iterations"
             return plan_shrink(status, leaving, homes, reason)
         except PlanRefusedError:
             return None
