@@ -114,6 +114,15 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(
     assert (hashes(run(fleet, "static")), fleet.info.weights_version) == (before, version)
 
 
+def test_weights_that_are_not_numbers_are_told_by_name(checkpoint: Callable) -> None:
+    weights = on_disk(checkpoint("mixtral"))
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    with flexfloor.Fleet.launch(checkpoint("mixtral"), workers=2) as launched:
+        launched.load_weights(weights)
+        with pytest.raises(flexfloor.WorkerFailedError, match="logits are not finite"):
+            run(launched, "static")
+
+
 def test_adapters_are_refused_in_words(fleet: flexfloor.Fleet) -> None:
     with pytest.raises(UnsupportedError, match="merge it into the model first"):
         fleet.load_weights({"base_model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 2)})

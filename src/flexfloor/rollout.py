@@ -6,8 +6,9 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,10 +29,12 @@ from flexfloor.ledger.events import (
     submit_record,
 )
 from flexfloor.policy import Policy, make_policy
+from flexfloor.policy.base import check_oracle
 from flexfloor.requests import Request, Response, hash_responses
 from flexfloor.world.costs import load_profile
 from flexfloor.world.status import FleetStatus
 
+_busy: weakref.WeakSet[Fleet] = weakref.WeakSet()  # fleets with a rollout on them
 _PAUSE_AFTER_FAILURE = 8  # looks of the driver
 
 
@@ -96,7 +99,9 @@ class Rollout:
                 profile=load_profile(profile),
             )
         self._fleet, self._policy, self._chunk = fleet, policy, chunk
-        self._on_release = on_release
+        if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("name", "admit", "decide")):
+            raise InputError(f"policy {policy!r:.80} has no name, admit and decide; see flexfloor.policy.Policy")
+        self._knowledge, self._on_release = knowledge, on_release
         self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(Path(ledger) if ledger else None)
         self._on_progress = on_progress
         self._pause = 0  # looks of the driver until resizes are tried again
@@ -118,6 +123,8 @@ class Rollout:
         sealed; the rollout itself goes on.
         """
         self._fleet.check(requests)
+        if self._knowledge == "oracle":
+            check_oracle(requests)
         with self._changed:
             if self._sealed:
                 raise FlexFloorError("the rollout is sealed; it takes no more requests")
@@ -149,15 +156,21 @@ class Rollout:
 
     def __iter__(self) -> Iterator[Response]:
         fleet = self._fleet
-        fleet.start()
+        if fleet in _busy:
+            raise FlexFloorError("a rollout is running on this fleet; wait for its end, or close its iterator")
+        _busy.add(fleet)
         queue: list[Request] = []
         try:
+            fleet.start()
             while self._await_work(queue):
                 # Who stays, then who gets what (a worker may leave before its first request), then who is left without.
                 self._resize(queue)
                 if queue:
                     queue = self._assign(queue)
                     self._resize(queue)
+                if queue and not self._live:
+                    waits = f"{len(queue)} requests wait and nobody is busy"
+                    raise FlexFloorError(f"policy {self._policy.name} admits nothing, though {waits}")
                 begin = self._now
                 progress = fleet.advance(self._chunk)
                 yield from self._record(progress, begin, waiting=len(queue))
@@ -166,6 +179,7 @@ class Rollout:
             closing = fleet.status()
             self._end(closing, fleet.regrow())
         finally:
+            _busy.discard(fleet)
             self._ledger.close()
 
     def _assign(self, queue: list[Request]) -> list[Request]:
@@ -174,6 +188,8 @@ class Rollout:
         assignment = self._policy.admit(queue, status)
         if not assignment:
             return queue
+        if not isinstance(assignment, Mapping):
+            raise FlexFloorError(f"policy {self._policy.name} admits {assignment!r:.80}, not worker → request ids")
         self._fleet.assign(assignment)
         return self._bind(queue, assignment, status.iteration)
 

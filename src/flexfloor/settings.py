@@ -65,7 +65,7 @@ class EngineSettings(Settings):
 
     worker_memory: Bytes = Field(2 * 2**30, gt=0, description="dense weights + arena + activation reserve, per worker")
     threads_per_worker: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu (Gloo) or cuda (NCCL, one worker per GPU)")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda (NCCL, one worker per GPU)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as in the checkpoint")
     numerics: Literal["auto", "bitwise", "fast"] = Field(
         "auto", description="bitwise: tokens do not depend on batch, workers or preemption; auto: bitwise on cpu"
@@ -142,7 +142,7 @@ class RunSettings(Settings):
     knowledge: Literal["none", "oracle"] = Field(
         "none", description="what the policy knows of lengths; oracle: the forced ones"
     )
-    max_slowdown: float = Field(0.02, ge=0, description="throughput that releasing workers may cost")
+    max_slowdown: float = Field(0.02, ge=0, description="share of throughput that releasing workers may cost")
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     order: str = Field("arrival", description="arrival, or shuffle:SEED")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")

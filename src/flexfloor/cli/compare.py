@@ -106,6 +106,7 @@ def run_compare(settings: CompareSettings) -> int:
 
     summaries: dict[str, Summary] = {}
     with launch(settings, work, show) as fleet:
+        outputs["--out-dir"].unlink(missing_ok=True)  # of an earlier run
         for name, folder in folders.items():
             show.begin_rollout(name)
             summaries[name] = flexfloor.rollout(
@@ -114,6 +115,7 @@ def run_compare(settings: CompareSettings) -> int:
                 policy=name,
                 ledger=folder / "ledger.jsonl",
                 on_progress=show.progress,
+                on_release=show.released,
                 **rollout_arguments(settings),
             ).summary
             write_json(folder / "summary.json", summaries[name].to_json())

@@ -58,6 +58,10 @@ class ProgressLines:
         """A step of the way, always shown."""
         self._print(text)
 
+    def released(self, worker: int) -> None:
+        """A worker that has left, always shown."""
+        self._print(f"{self._name}worker {worker} left")
+
     def progress(self, state: RolloutProgress) -> None:
         """Where the rollout is, with the rate since the last such line; none when a line is less than a second old."""
         if self._clock() - self._last < 1:

@@ -11,6 +11,7 @@ from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
+from flexfloor.policy.base import check_oracle
 from flexfloor.settings import RolloutSettings, RunSettings
 from flexfloor.world.costs import load_profile
 
@@ -32,12 +33,15 @@ def run_rollout(settings: RolloutSettings) -> int:
     import flexfloor
 
     with launch(settings, work, show) as fleet:
+        for stale in (files["out"], files["summary"]):  # of an earlier run: they would lie beside this one's ledger
+            stale.unlink(missing_ok=True)
         result = flexfloor.rollout(
             fleet,
             work.requests,
             policy=settings.policy,
             ledger=files["ledger"],
             on_progress=show.progress,
+            on_release=show.released,
             **rollout_arguments(settings),
         )
     decode_responses(result.responses, work.tokenizer, work.requests)
@@ -102,6 +106,8 @@ def read_work(settings: RunSettings, show: ProgressLines) -> Work:
         own = [r.sampling.max_tokens for r in requests]
         lengths = own if forced == "prompts" else read_lengths(Path(forced), requests)
         requests = force_lengths(requests, lengths, max_context=shape.max_context)
+    if settings.knowledge == "oracle":
+        check_oracle(requests)
     show.phase(f"{len(requests)} requests from {len(prompts)} prompts")
     return Work(requests, tokenizer)
 

@@ -27,7 +27,7 @@ def make_policy(
     if found := re.fullmatch(r"fixed:(\d+)", name):
         count = int(found[1])
         if not 1 <= count <= workers:
-            raise InputError(f"policy {name!r}: the fleet has {workers} workers")
+            raise InputError(f"policy {name!r}: the fleet has {workers} workers; give fixed:1 to fixed:{workers}")
         if count < min_workers:
             raise InputError(f"policy {name!r}: min_workers is {min_workers}; give one or the other")
         return FixedPolicy(lengths, count)

@@ -33,6 +33,8 @@ class Crew:
         self._timeout = timeout
         self._number = 0
         self.handles: dict[int, WorkerHandle] = {}
+        self.parked: set[int] = set()  # outside every group: one that is lost is started anew when it is needed
+        self._interrupted = False
 
     def add(self, started: Mapping[int, WorkerHandle]) -> None:
         """Take on processes that were just started, and wait until they can be told something."""
@@ -67,6 +69,18 @@ class Crew:
         """
         if not self.handles:
             raise FlexFloorError("the fleet is closed")
+        if self._interrupted:
+            raise FlexFloorError("the fleet was interrupted in the middle of a command; close it and launch a new one")
+        self._interrupted = True  # until all have answered: nobody knows what they did meanwhile
+        try:
+            replies = self._exchange(verb, payloads, may_fail)
+        except (PhaseFailedError, FlexFloorError):
+            self._interrupted = False
+            raise
+        self._interrupted = False
+        return replies
+
+    def _exchange(self, verb: str, payloads: Mapping[int, tuple], may_fail: bool) -> dict[int, Any]:
         self._number += 1
         heard = dict.fromkeys(self.handles, time.monotonic())
         for worker, arguments in payloads.items():
@@ -74,11 +88,14 @@ class Crew:
         replies: dict[int, Any] = {}
         refused: list[str] = []
         failed: dict[int, str] = {}
-        pending = set(payloads)
+        pending = set(payloads) & set(self.handles)
         timeout = self._timeout
         while pending:
             for worker in self._receivable(set(self.handles), min(1.0, timeout / 4)):
-                number, status, value = self._receive(worker)
+                if (message := self._receive(worker)) is None:
+                    pending.discard(worker)
+                    continue
+                number, status, value = message
                 heard[worker] = time.monotonic()
                 if number == HEARTBEAT:
                     continue
@@ -86,15 +103,16 @@ class Crew:
                 if status == ERROR and not may_fail:
                     self._fail_after_error(worker, value)
                 elif may_fail and status != OK:
-                    message = value[0] if status == ERROR else value
-                    failed.setdefault(worker, " ".join(message.split())[:300])
+                    reason = value[0] if status == ERROR else value
+                    failed.setdefault(worker, " ".join(reason.split())[:300])
                 elif status == INPUT_ERROR:
                     refused.append(value)
                 pending.discard(worker)
                 replies[worker] = value
             silent = min(self.handles, key=heard.__getitem__)
-            if time.monotonic() - heard[silent] > timeout:
+            if time.monotonic() - heard[silent] > timeout and not self._lose(silent):
                 self._fail(silent, f"gave no sign of life for {timeout:g} s (worker_timeout)")
+            pending &= set(self.handles)
         if failed:
             raise PhaseFailedError(*self._culprit(failed))
         if refused:
@@ -105,7 +123,7 @@ class Crew:
     def _culprit(self, failed: Mapping[int, str]) -> tuple[int, str]:
         """Who failed first, not who only lost its peer by that; a peer that is dead is worse than either."""
         for worker, handle in self.handles.items():
-            if reason := handle.exit_reason():
+            if worker not in self.parked and (reason := handle.exit_reason()):
                 self._fail(worker, reason)
         first = ((w, m) for w, m in failed.items() if not any(sign in m for sign in _PEER_GONE))
         return next(first, next(iter(failed.items())))
@@ -114,17 +132,29 @@ class Crew:
         try:
             self.handles[worker].pipe.send((self._number, verb, arguments))
         except OSError:
-            self._fail(worker, self._exit_reason(worker))
+            if not self._lose(worker):
+                self._fail(worker, self._exit_reason(worker))
 
     def _receivable(self, workers: set[int], seconds: float) -> list[int]:
         pipes: dict[Any, int] = {self.handles[w].pipe: w for w in sorted(workers)}
         return [pipes[pipe] for pipe in wait_for_pipes(list(pipes), timeout=max(0.0, seconds))]
 
-    def _receive(self, worker: int) -> tuple[int, str, Any]:
+    def _receive(self, worker: int) -> tuple[int, str, Any] | None:
+        """A message, None from a parked worker that is lost."""
         try:
             return self.handles[worker].pipe.recv()
         except (EOFError, OSError):
-            self._fail(worker, self._exit_reason(worker))
+            if not self._lose(worker):
+                self._fail(worker, self._exit_reason(worker))
+        return None
+
+    def _lose(self, worker: int) -> bool:
+        """Do without a worker that is gone or silent, if it is a parked one: nobody depends on it now."""
+        if worker not in self.parked:
+            return False
+        self.parked.discard(worker)
+        self.handles.pop(worker).kill()
+        return True
 
     def _exit_reason(self, worker: int) -> str:
         handle = self.handles[worker]
@@ -137,7 +167,7 @@ class Crew:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             for other, handle in self.handles.items():
-                if reason := handle.exit_reason():
+                if other not in self.parked and (reason := handle.exit_reason()):
                     self._fail(other, reason)
             time.sleep(0.05)
         if os.environ.get("FLEXFLOOR_DEBUG"):
@@ -154,8 +184,8 @@ class Crew:
         deadline = time.monotonic() + _IMPORT_TIMEOUT
         while waiting:
             for worker in self._receivable(waiting, deadline - time.monotonic()):
-                number, status, _ = self._receive(worker)
-                if (number, status) == (HEARTBEAT, READY):
+                message = self._receive(worker)
+                if message is not None and message[:2] == (HEARTBEAT, READY):
                     waiting.discard(worker)
             if time.monotonic() > deadline:
                 self._fail(min(waiting), f"did not start within {_IMPORT_TIMEOUT:.0f} s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +13,11 @@ from typing import Any, Self
 import numpy as np
 import torch.distributed as dist
 
-from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError, UnsupportedError
+from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError, UnsupportedError, WorkerFailedError
 from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, ResizeOutcome, WorkerStatus, load_plugin
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.crew import Crew
+from flexfloor.fleets.engine.launcher import Stopwatch
 from flexfloor.fleets.engine.numerics import BITWISE_PATHS, NumericsPath, cbwr_setting
 from flexfloor.fleets.engine.pacing import Pace
 from flexfloor.fleets.engine.plan import check_device, check_request, plan_memory, read_eos_token_ids, total_tokens
@@ -108,7 +108,7 @@ class EngineFleet(Fleet):
     # -- launch ------------------------------------------------------------------------------------------------
 
     def _launch(self, workers: int, on_phase: Callable[[str], None]) -> None:
-        settings, clock = self._settings, _Stopwatch(self._seconds, on_phase)
+        settings, clock = self._settings, Stopwatch(self._seconds, on_phase)
         with clock.phase("start", f"starting {workers} workers"):
             self._start_processes(range(workers))
         with clock.phase("load", "loading weights"):
@@ -235,12 +235,14 @@ class EngineFleet(Fleet):
         self._requests |= {r.request_id: r for r in requests}
 
     def assign(self, assignment: Mapping[int, Sequence[str]]) -> None:
+        seen: set[str] = set()
         for worker, names in assignment.items():
             if worker not in self._members:
                 raise FlexFloorError(f"assign names worker {worker}, which is not active")
             for name in names:
-                if name not in self._requests or name in self._bound:
+                if name not in self._requests or name in self._bound or name in seen:
                     raise FlexFloorError(f"assign names request {name}, which is not waiting")
+                seen.add(name)
         payload = {w: ([self._requests[n] for n in names],) for w, names in assignment.items() if names}
         self._call("assign", payload)
         self._stale = True
@@ -283,6 +285,8 @@ class EngineFleet(Fleet):
 
     def apply(self, plan: ResizePlan) -> ResizeOutcome:
         status = self.status()
+        if not isinstance(plan, ResizePlan):
+            raise PlanRefusedError(f"{plan!r:.80} is no ResizePlan; make one with plan_shrink or plan_moves")
         check_plan(plan, status)
         if plan.joining:
             raise PlanRefusedError("workers join between rollouts, by regrow")
@@ -301,18 +305,25 @@ class EngineFleet(Fleet):
         if outcome.failed is None:
             self._members, self._placement = plan.members, plan.placement
             self._bound |= {move.request_id: move.target for move in plan.request_moves}
-            if self._settings.release == "end":
-                for worker in plan.leaving:
+            for worker in plan.leaving:
+                if self._settings.release == "end":
                     self._crew.dismiss(worker)
+                else:
+                    self._crew.parked.add(worker)
         self._update_status()
         return outcome
 
     def regrow(self) -> float:
         begin = time.monotonic()
+        self._update_status()
         plan = plan_regrow(self.status(), self._home)
         if plan.placement.epoch == self._epoch:
             return 0.0  # nobody has left and no expert has moved
         ended = [w for w in plan.joining if w not in self._crew.handles]
+        self._crew.parked.clear()
+        if ended and not self._has_source:
+            self.close()
+            raise WorkerFailedError(ended[0], "was lost while it was parked, and its weights are kept nowhere else")
         if ended:
             self._start_processes(ended)
             self._load_weights(ended)
@@ -386,15 +397,3 @@ class EngineFleet(Fleet):
                 self._status[worker], active=False, live_requests=0, kv_pages=0, kv_pages_free=0, memory_bytes=0,
                 slots=0, requests=(),
             )  # fmt: skip
-
-
-class _Stopwatch:
-    def __init__(self, seconds: dict[str, float], on_phase: Callable[[str], None]) -> None:
-        self._seconds, self._on_phase = seconds, on_phase
-
-    @contextlib.contextmanager
-    def phase(self, name: str, text: str) -> Any:
-        self._on_phase(text)
-        begin = time.monotonic()
-        yield
-        self._seconds[name] = time.monotonic() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -152,3 +153,17 @@ class LocalLauncher:
     def start(self, workers: int, environment: Mapping[str, str]) -> list[WorkerHandle]:
         nursery = _get_nursery()
         return [LocalHandle(nursery, environment) for _ in range(workers)]
+
+
+class Stopwatch:
+    """Tells what a launch is doing, and keeps how long each phase took: name → seconds."""
+
+    def __init__(self, seconds: dict[str, float], on_phase: Callable[[str], None]) -> None:
+        self._seconds, self._on_phase = seconds, on_phase
+
+    @contextlib.contextmanager
+    def phase(self, name: str, text: str) -> Any:
+        self._on_phase(text)
+        begin = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - begin

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from flexfloor.errors import FlexFloorError
 from flexfloor.requests import Request
 
 
@@ -44,6 +45,8 @@ def sample(
         scale = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
         logits = logits / scale[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
+    if bool(logprobs[:, 0].isnan().any()):  # one such logit makes the whole row so
+        raise FlexFloorError("logits are not finite; the weights hold infinity or what is not a number")
     drawn = [i for i, p in enumerate(params) if p.temperature > 0]
     if len(drawn) < len(params):
         tokens = logprobs.argmax(dim=-1)

@@ -52,6 +52,8 @@ class StagedWeights:
                 raise UnsupportedError(f"weights: {name} belongs to an adapter; merge it into the model first")
             if name in tensors:
                 raise InputError(f"weights: {name} is there twice")
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(f"weights: {name} is a {type(tensor).__name__}, not a tensor")
             if not (name == "lm_head.weight" and getattr(like.config, "tie_word_embeddings", False)):
                 tensors[name] = tensor.detach().to("cpu", like.dtype).contiguous()
         if not tensors:
@@ -65,8 +67,13 @@ class StagedWeights:
             save_file(tensors, self._folder / "model.safetensors")
         except OSError as error:
             raise InputError(f"weights: {format_bytes(size)} cannot be shared ({error.strerror})") from None
+        except RuntimeError as error:  # tensors that share memory, though their names do not belong together
+            raise InputError(f"weights: {' '.join(str(error).split())[:200]}") from None
         like.config.save_pretrained(self._folder)
-        return inspect_checkpoint(self._folder, str(like.dtype).removeprefix("torch."))
+        try:
+            return inspect_checkpoint(self._folder, str(like.dtype).removeprefix("torch."))
+        except InputError as error:
+            raise InputError(str(error).replace(str(self._folder), "weights")) from None
 
 
 def _compare(info: CheckpointInfo, like: CheckpointInfo) -> None:
