@@ -15,6 +15,7 @@ from test_resize import Scripted, consolidate, digests, forced_requests, hashes,
 
 import flexfloor
 from flexfloor.fleets.engine.fleet import EngineFleet
+from flexfloor.fleets.engine.resizing import ResizeRun
 from flexfloor.policy.static import StaticPolicy
 from flexfloor.world.resize import plan_shrink
 
@@ -63,12 +64,32 @@ def test_a_failed_preparation_changes_nothing_and_the_rollout_goes_on(
         assert summary.resizes
 
 
-def test_a_failed_commit_ends_the_run_with_one_line(checkpoint: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXFLOOR_FAULT", "commit:1")
+@pytest.mark.parametrize(("phase", "worker"), [("commit", 1), ("release", 2)])
+def test_a_failure_that_cannot_be_undone_ends_the_run_with_one_line(
+    checkpoint: Callable, monkeypatch: pytest.MonkeyPatch, phase: str, worker: int
+) -> None:
+    monkeypatch.setenv("FLEXFLOOR_FAULT", f"{phase}:{worker}")
     fleet = launch(checkpoint("qwen3_moe"))
     running = pids(fleet)
-    message = r"^worker 1 failed: RuntimeError: fault injected into commit$"
+    message = rf"^worker {worker} failed: RuntimeError: fault injected into {phase}$"
     with pytest.raises(flexfloor.WorkerFailedError, match=message):
+        run(fleet, Scripted([(4, leave(2))]))
+    assert not any(psutil.pid_exists(pid) for pid in running)
+
+
+def test_a_member_that_disagrees_after_a_resize_ends_the_run(
+    checkpoint: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What verify is for: here the driver's own account is falsified."""
+    fleet = launch(checkpoint("qwen3_moe"))
+    running, verify = pids(fleet), ResizeRun._verify
+
+    def falsified(self: ResizeRun, answers: dict) -> None:
+        live, table = answers[0]
+        verify(self, answers | {0: ([*live, live[0]], table)})
+
+    monkeypatch.setattr(ResizeRun, "_verify", falsified)
+    with pytest.raises(flexfloor.FlexFloorError, match="worker 0 disagrees with the driver after a resize"):
         run(fleet, Scripted([(4, leave(2))]))
     assert not any(psutil.pid_exists(pid) for pid in running)
 

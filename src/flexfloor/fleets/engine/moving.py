@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROUND_BYTES = 16 * 2**20
 """Most bytes that one exchange of a transfer carries in all: its copies must fit into a worker's reserve."""
 
-Phase = Literal["prepare", "transfer", "commit"]
+Phase = Literal["prepare", "transfer", "commit", "release"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from flexfloor.fleets.engine.batching import build_batch
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo
 from flexfloor.fleets.engine.comm import EpochGroup, Transport, join_group
 from flexfloor.fleets.engine.model import ShardedModel
-from flexfloor.fleets.engine.moving import Mover
+from flexfloor.fleets.engine.moving import Mover, inject_fault
 from flexfloor.fleets.engine.numerics import NumericsPath
 from flexfloor.fleets.engine.pacing import IterationCounts, Pace, Pacer
 from flexfloor.fleets.engine.pages import PageAllocator
@@ -114,6 +114,7 @@ class Worker:
 
     def release(self) -> None:
         """Leave for the rest of the rollout: no group, no expert, no KV; the dense weights stay."""
+        inject_fault("release", self.config.worker)
         assert self.scheduler.live == 0, "requests would be lost"
         if self._group is not None:
             self._group.close()
