@@ -79,7 +79,12 @@ def test_the_baseline_is_static_or_the_first():
 
 @pytest.mark.parametrize(
     ("policies", "told"),
-    [("", "name at least one"), ("static,", "name at least one"), ("static, static", "a policy is named twice")],
+    [
+        ("", "name policies with one comma"),
+        ("static,", "name policies with one comma"),
+        ("static, static", "a policy is named twice"),
+        ("static,static-spread", "a policy is named twice"),
+    ],
 )
 def test_bad_lists_of_policies(policies: str, told: str):
     with pytest.raises(InputError, match=f"--policies: {told}"):

@@ -27,6 +27,7 @@ def parse_bytes(value: Any) -> Any:
 
 
 MISSING = "is missing"
+_ALIASES = {"static": "static-spread"}
 
 
 def explain(error: ValidationError) -> tuple[tuple[str, ...], str]:
@@ -195,7 +196,7 @@ class CompareSettings(RunSettings):
     @classmethod
     def _different_names(cls, policies: tuple[str, ...]) -> tuple[str, ...]:
         if not all(policies) or not policies:
-            raise ValueError("name at least one policy, with commas between them")
-        if len(set(policies)) < len(policies):
+            raise ValueError("name policies with one comma between them")
+        if len({_ALIASES.get(name, name) for name in policies}) < len(policies):
             raise ValueError("a policy is named twice")
         return policies

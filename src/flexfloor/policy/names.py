@@ -21,7 +21,7 @@ def make_policy(
     """workers: of the fleet. Raises InputError naming the choices, or the limit that is passed."""
     lengths = make_lengths(knowledge)
     if not 1 <= min_workers <= workers:
-        raise InputError(f"min_workers is {min_workers}; the fleet has {workers} workers")
+        raise InputError(f"min_workers is {min_workers}; the fleet has {workers} workers, give 1 to {workers}")
     if not 0 <= max_slowdown < math.inf:
         raise InputError(f"max_slowdown is {max_slowdown}; give 0 or a share of throughput like 0.02")
     if found := re.fullmatch(r"fixed:(\d+)", name):
