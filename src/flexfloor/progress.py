@@ -97,11 +97,6 @@ class ResizeOutcome:
     left_live: tuple[int, ...] = ()
     failed: str | None = None
 
-    @property
-    def stall_s(self) -> float:
-        """Seconds in which nobody generated."""
-        return self.prepare_s + self.commit_s
-
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:

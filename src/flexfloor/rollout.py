@@ -167,7 +167,8 @@ class Rollout:
                 self._resize(queue)
                 if queue:
                     queue = self._assign(queue)
-                    self._resize(queue)
+                    if not queue:
+                        self._resize(queue)
                 if queue and not self._live:
                     waits = f"{len(queue)} requests wait and nobody is busy"
                     raise FlexFloorError(f"policy {self._policy.name} admits nothing, though {waits}")

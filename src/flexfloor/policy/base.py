@@ -65,7 +65,7 @@ def make_lengths(knowledge: str) -> Lengths:
 def check_oracle(requests: Sequence[Request]) -> None:
     """Raises InputError for a request whose length is not forced."""
     for request in requests:
-        if not request.sampling.ignore_eos or request.sampling.stop or request.sampling.stop_token_ids:
+        if request.sampling.forced_length is None:
             raise InputError(
                 f"knowledge 'oracle' needs forced lengths, and request {request.request_id} may end by itself; "
                 "give --force-lengths"

@@ -194,8 +194,8 @@ class FlexFloorPolicy(PlannedPolicy):
             if spare[worker.worker] >= 0 or running[worker.worker] < 2:
                 continue
             roomy = max(spare, key=lambda w: (spare[w], -w))
-            fits = spare[roomy] - int(_FREE_SHARE * status.workers[roomy].kv_pages)
-            movers = [r for r in worker.requests if r.decoding and r.kv_pages <= fits]
+            room = spare[roomy] - int(_FREE_SHARE * status.workers[roomy].kv_pages)
+            movers = [r for r in worker.requests if r.decoding and r.kv_pages <= room]
             if movers and running[roomy] < status.max_batch:
                 mover = max(movers, key=lambda r: (r.kv_pages - r.shared_pages, r.request_id))
                 homes[mover.request_id] = roomy

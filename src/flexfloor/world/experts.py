@@ -35,6 +35,11 @@ class ExpertPlacement:
         """Number of expert slots that `worker` needs."""
         return int((self.worker == worker).sum())
 
+    def slots_needed(self, worker: int) -> int:
+        """Slots that `worker` must have for its highest one; holes below it count."""
+        own = self.slot[self.worker == worker]
+        return int(own.max()) + 1 if own.size else 0
+
     def experts_on(self, worker: int) -> list[tuple[int, int, int]]:
         """(layer, expert, slot) of every expert on `worker`, by slot."""
         layers, experts = np.nonzero(self.worker == worker)

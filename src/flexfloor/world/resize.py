@@ -92,7 +92,7 @@ def plan_shrink(
     members = tuple(w for w in status.active if w not in gone)
     _check_leaving(gone, members, status)
     placement, expert_moves = _shrink_experts(status, gone, members)
-    slots = {w: max(status.workers[w].slots, _slots_needed(placement, w)) for w in members}
+    slots = {w: max(status.workers[w].slots, placement.slots_needed(w)) for w in members}
     request_moves = plan_request_moves(status, gone, homes or {}, slots, costs)
     plan = ResizePlan(members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason)
     check_plan(plan, status)
@@ -120,7 +120,7 @@ def plan_regrow(status: FleetStatus, home: ExpertPlacement, reason: str = "regro
     epoch = status.epoch if same and not joining else status.epoch + 1
     placement = ExpertPlacement(epoch, home.worker, home.slot)
     moves, free = [], {w: _free_slots(status.placement, w) for w in status.active}
-    beyond = {w: _slots_needed(status.placement, w) for w in status.active}
+    beyond = {w: status.placement.slots_needed(w) for w in status.active}
     for layer, expert in zip(*np.nonzero(status.placement.worker != home.worker), strict=True):
         source, target = int(status.placement.worker[layer, expert]), int(home.worker[layer, expert])
         if target in joining:
@@ -136,11 +136,6 @@ def plan_regrow(status: FleetStatus, home: ExpertPlacement, reason: str = "regro
     return plan
 
 
-def _slots_needed(placement: ExpertPlacement, worker: int) -> int:
-    own = placement.slot[placement.worker == worker]
-    return int(own.max()) + 1 if own.size else 0
-
-
 def _shrink_experts(
     status: FleetStatus, leaving: set[int], members: Sequence[int]
 ) -> tuple[ExpertPlacement, list[ExpertMove]]:
@@ -154,6 +149,7 @@ def _shrink_experts(
     work = {m: np.where(old.worker == m, load, 0).sum(axis=1) for m in members}
     count = {m: int((old.worker == m).sum()) for m in members}
     free = {m: _free_slots(old, m) for m in members}
+    beyond = {m: old.slots_needed(m) for m in members}
     # Slots may not take the pages in use now, nor those of the longest request; of the pages that the leaving workers
     # bring they should leave each member its share, or else these requests are computed again.
     keep = status.pages_for(status.longest_tokens)
@@ -167,7 +163,10 @@ def _shrink_experts(
     for layer, expert in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
         fitting = [m for m in members if count[m] < room[m]] or [m for m in members if count[m] < least_room[m]]
         target = min(fitting or members, key=lambda m: (work[m][layer], count[m], m))
-        arrival = free[target].pop(0) if free[target] else _slots_needed_by_count(slot, worker, target)
+        if free[target]:
+            arrival = free[target].pop(0)
+        else:
+            arrival, beyond[target] = beyond[target], beyond[target] + 1
         moves.append(ExpertMove(layer, expert, int(old.worker[layer, expert]), target, arrival))
         worker[layer, expert], slot[layer, expert] = target, arrival
         work[target][layer] += load[layer, expert]
@@ -183,11 +182,6 @@ def _free_slots(placement: ExpertPlacement, worker: int) -> list[int]:
     """Holes below the highest slot in use."""
     used = set(placement.slot[placement.worker == worker].tolist())
     return sorted(set(range(max(used, default=-1) + 1)) - used)
-
-
-def _slots_needed_by_count(slot: np.ndarray, worker: np.ndarray, target: int) -> int:
-    own = slot[worker == target]
-    return int(own.max()) + 1 if own.size else 0
 
 
 def plan_request_moves(
@@ -345,7 +339,7 @@ def _check_memory(plan: ResizePlan, status: FleetStatus) -> None:
     for worker in plan.members:
         state = status.workers[worker]
         landing = max((m.slot + 1 for m in plan.expert_moves if m.target == worker), default=0)
-        final = _slots_needed(plan.placement, worker)
+        final = plan.placement.slots_needed(worker)
         during = status.pages_beside(worker, max(state.slots, landing))
         need = (state.kv_pages_used if state.active else 0) + incoming_pages(plan, status, worker)
         if need > during:

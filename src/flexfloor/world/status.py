@@ -48,9 +48,6 @@ class FleetStatus:
     def live(self) -> int:
         return sum(w.live_requests for w in self.workers)
 
-    def worker(self, number: int) -> WorkerStatus:
-        return self.workers[number]
-
     def active_workers(self) -> Iterator[WorkerStatus]:
         return (w for w in self.workers if w.active)
 

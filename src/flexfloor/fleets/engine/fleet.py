@@ -328,7 +328,7 @@ class EngineFleet(Fleet):
             self._start_processes(ended)
             self._load_weights(ended)
             self._open_store(ended)
-            self._call("set_numerics", dict.fromkeys(ended, (self._info.numerics_path,)))
+            self._call("model.set_numerics", dict.fromkeys(ended, (self._info.numerics_path,)))
             self._update_status()
         outcome = self._carry_out(plan, self.status(), frozenset(ended))
         if outcome.failed is not None:

@@ -82,8 +82,8 @@ class ResizeRun:
 
     def _slots_during(self, worker: int) -> int:
         landing = max((m.slot + 1 for m in self._landing.get(worker, [])), default=0)
-        own = self._plan.placement.slot[self._plan.placement.worker == worker] if worker in self._loaded else []
-        return max(self._status.workers[worker].slots, landing, max(own, default=-1) + 1)
+        loaded = self._plan.placement.slots_needed(worker) if worker in self._loaded else 0
+        return max(self._status.workers[worker].slots, landing, loaded)
 
     def _pack_experts(self) -> list[Parcel]:
         slot = self._status.placement.slot
@@ -138,8 +138,7 @@ class ResizeRun:
     def _final_slots(self, worker: int) -> int:
         if worker in self._plan.leaving:
             return self._status.workers[worker].slots
-        own = self._plan.placement.slot[self._plan.placement.worker == worker]
-        return int(own.max()) + 1 if own.size else 0
+        return self._plan.placement.slots_needed(worker)
 
     def _slot_moves(self, worker: int) -> dict[int, int]:
         """Slot in which an expert of `worker` lies after the transfer → slot where the placement has it."""

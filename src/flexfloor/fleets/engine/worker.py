@@ -142,10 +142,6 @@ class Worker:
         rank = self._group.rank if self._group else 0
         return check_row_invariance(self.model, self._share_rows, rank, self.config.page_tokens)
 
-    def set_numerics(self, path: NumericsPath) -> None:
-        """A path that was checked before, for a worker that comes back."""
-        self.model.set_numerics(path)
-
     def start(self) -> None:
         """Begin a rollout with nothing live, at iteration 0."""
         c = self.config
