@@ -1,0 +1,1 @@
+"""What is known about lengths of responses: history, forecasts, and how good they were."""
