@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import llvmlite.binding
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexfloor.errors import InputError
 from flexfloor.progress import ModelShape
-from flexfloor.world.costs import PROFILES, DeviceProfile, iteration_seconds, load_profile
+from flexfloor.world.costs import (
+    PROFILES,
+    DeviceProfile,
+    IterationCost,
+    MoveCosts,
+    format_profile,
+    iteration_seconds,
+    latency_seconds,
+    latency_table,
+    load_profile,
+    seconds_core,
+)
 
 # Round numbers: 2-byte elements; dense weights of 1000 bytes read; 4 experts in 2 layers of 100 bytes each: 800 bytes.
 SHAPE = ModelShape(
@@ -105,15 +123,75 @@ def test_slower_devices_take_longer():
 
 
 def test_latency_by_group_size():
-    assert [PROFILES["h200"].latency(m) for m in (1, 2, 8, 9, 16, 17, 99)] == [
-        0,
-        20e-6,
-        20e-6,
-        45e-6,
-        45e-6,
-        60e-6,
-        60e-6,
-    ]
+    table = latency_table(PROFILES["h200"])
+    found = [latency_seconds(table, m) for m in (1, 2, 8, 9, 16, 17, 99)]
+    assert found == [0, 20e-6, 20e-6, 45e-6, 45e-6, 60e-6, 60e-6]
+
+
+def test_workers_that_share_cores():
+    # Three workers on two cores: fixed 2·3/2; KV max(30, (30·6/3)/2)·10/1000; dense products max(3, 6/2)/10;
+    # experts 800·(1 − ½⁶)/2/1000, half of all on each core and more than 1.1/3 of it; rows max(3, 6/2)·0.01
+    device = replace(DEVICE, cores=2, row_s=0.01, ranks_per_node=4)
+    found = iteration_seconds(device, SHAPE, batch=[3, 2, 1], kv_tokens=[30, 20, 10], prefill_tokens=[0] * 3)
+    exchange = 4 * (0.75 + 30 * 3 * (5 / 9) / 100)
+    assert found == pytest.approx(3 + 0.3 + 0.3 + 0.4 * (1 - 0.5**6) + 0.03 + exchange)
+    # All the work on one of them: its core is the bottleneck.
+    alone = iteration_seconds(device, SHAPE, batch=[6, 0, 0], kv_tokens=[60, 0, 0], prefill_tokens=[0] * 3)
+    exchange = 4 * (0.75 + 60 * 3 * (5 / 9) / 100)
+    assert alone == pytest.approx(3 + 0.6 + 0.6 + 0.4 * (1 - 0.5**6) + 0.06 + exchange)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 500)] * 3), min_size=1, max_size=12), st.sampled_from([1, 2, 3.5, 64]))
+def test_fewer_cores_are_never_faster(work: list[tuple[int, int, int]], cores: float):
+    batch, kv, prefill = map(list, zip(*work, strict=True))
+    arrays = {"batch": batch, "kv_tokens": kv, "prefill_tokens": prefill}
+    own = iteration_seconds(PROFILES["h800"], QWEN3_30B, **arrays)
+    shared = iteration_seconds(replace(PROFILES["h800"], cores=cores), QWEN3_30B, **arrays)
+    assert shared == own if cores >= len(work) else shared >= own
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), *[st.integers(0, 10_000)] * 6), min_size=1, max_size=20))
+def test_arrays_cost_what_their_entries_cost(rows: list[tuple[int, ...]]):
+    cost = IterationCost(replace(PROFILES["slow"], cores=5), QWEN3_30B)
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    one_by_one = [seconds_core(cost.coefficients, cost.latency, *row) for row in rows]
+    assert cost.seconds(*columns).tolist() == one_by_one
+    assert cost.seconds(*rows[0]) == one_by_one[0]
+    assert isinstance(cost.seconds(*rows[0]), float)
+
+
+def test_arrays_are_broadcast():
+    cost = IterationCost(PROFILES["h200"], QWEN3_30B)
+    workers, batch = np.array([[1], [4], [16]]), np.array([1, 8])
+    found = cost.seconds(workers, batch, batch * workers, batch * 1000.0)
+    assert found.shape == (3, 2)
+    assert found[1, 1] == cost.seconds(4, 8, 32, 8000.0, 0, 0, 8)
+
+
+def test_the_profiles_of_the_study():
+    h200, h800, slow = (PROFILES[n] for n in ("h200", "h800", "slow"))
+    assert (h200.memory_bytes, h200.reserve_bytes, h200.switch_s, h200.move_bytes_per_s) == (120e9, 6e9, 0.5, 40e9)
+    assert replace(h200, name="h800", bandwidth=2.68e12, memory_bytes=48e9, reserve_bytes=4e9) == h800
+    table = ((8, 60e-6), (16, 150e-6), (32, 200e-6))
+    assert replace(h200, name="slow", fixed_s=8e-3, latency_s=table) == slow
+
+
+def test_moving_as_a_profile_has_it():
+    # 500 dense and 200 active expert parameters: 1400 operations a token at 1e4/s
+    found = MoveCosts.of(replace(DEVICE, move_bytes_per_s=7.0, switch_s=3.0, row_s=0.01), SHAPE)
+    assert (found.bytes_per_s, found.switch_s) == (7.0, 3.0)
+    assert found.recompute_tokens_per_s == pytest.approx(1 / 0.15)
+
+
+def test_the_engine_gets_its_wide_vectors_although_costs_come_first():
+    """Numba reads the features to compile for once a process, from the environment."""
+    code = "import flexfloor.world.costs, numba.core.config as c; print(c.CPU_FEATURES or '')"
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CPU_FEATURES"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if llvmlite.binding.get_host_cpu_features().get("avx512f"):
+        assert "-prefer-256-bit" in done.stdout
+    else:
+        assert done.stdout.strip() == ""
 
 
 FILE = """bandwidth = 1e12
@@ -132,7 +210,16 @@ def test_a_profile_from_a_file(tmp_path: Path):
     path.write_text(FILE)
     profile = load_profile(str(path))
     assert (profile.name, profile.latency_s, profile.ranks_per_node) == ("mine", ((4, 1e-5), (8, 2e-5)), 4)
+    assert (profile.memory_bytes, profile.cores, profile.look_s) == (120e9, math.inf, 0.0)
     assert load_profile("h800") is PROFILES["h800"]
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_a_profile_written_is_read_as_it_was(tmp_path: Path, name: str):
+    path = tmp_path / "copy.toml"
+    path.write_text(format_profile(PROFILES[name], {"": "two\nlines", "flops": "guessed"}))
+    assert load_profile(path) == PROFILES[name]
+    assert path.read_text().startswith("# two\n# lines\n")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +237,9 @@ def test_a_profile_from_a_file(tmp_path: Path):
         ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node is 0; give a whole number from 1"),
         ("imbalance = 1", "imbalance = 0.5", "imbalance is 0.5; give at least 1"),
         ("imbalance = 1", "imbalance =", "is not TOML"),
+        ("imbalance = 1", "imbalance = 1\ncores = 0.5", "cores is 0.5; give at least 1"),
+        ("imbalance = 1", "imbalance = 1\nmemory_bytes = 0", "memory_bytes is 0; give a positive number"),
+        ("imbalance = 1", "imbalance = 1\nname = 'a\"b'", "give a string without quotes"),
     ],
 )
 def test_a_profile_file_that_is_not_one(tmp_path: Path, old: str, new: str, told: str):
@@ -162,7 +252,7 @@ def test_a_profile_file_that_is_not_one(tmp_path: Path, old: str, new: str, told
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path):
-    with pytest.raises(InputError, match=r"profile 'b300' is not known; there is h200, h800, slow, or name a \.toml"):
+    with pytest.raises(InputError, match=r"profile 'b300' is not known; .*h200, h800, slow, or name a \.toml"):
         load_profile("b300")
     with pytest.raises(InputError, match=r"cannot be read \(No such file"):
         load_profile(tmp_path / "missing.toml")
