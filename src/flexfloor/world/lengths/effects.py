@@ -1,0 +1,156 @@
+"""What a length is made of: log length = mean + epoch + prompt + rest, with prompts, epochs and rest drawn at random.
+
+A mixed model with variance components from the data: how much the prompt explains (the intra-class correlation,
+between / (between + within)) decides how far a prompt's own history is believed. Estimated by alternating the effects'
+best linear unbiased predictions with moments of the variances (Searle, Casella and McCulloch 1992, "Variance
+Components"); censored values are replaced by their expectation, given that they are larger (Tobit, by EM).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import log_ndtr
+
+_MOST_EXCESS = 2.0
+"""Most that a censored log length is raised by: a limit tells little about what lies far beyond it."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Before any data: mean and variance of log length, share that prompts explain; worth `weight` responses."""
+
+    mean: float
+    variance: float
+    correlation: float = 0.3
+    weight: float = 4.0
+
+
+@dataclass(frozen=True)
+class Effects:
+    """mean; within, between: variances of the rest and of prompts; epoch_variance. epoch: float64 [epochs].
+
+    count, sum: of each prompt's values without the epoch's effect, weighted, float64 [prompts]; values: float64 [n], the
+    same one by one, censored ones as expected.
+    """
+
+    mean: float
+    within: float
+    between: float
+    epoch_variance: float
+    epoch: np.ndarray
+    count: np.ndarray
+    sum: np.ndarray
+    values: np.ndarray
+
+    def forecast(self, count: np.ndarray, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(mean, variance) of prompts that have values of this weighted count and sum, the rest not included."""
+        return shrink(count, total, self.mean, self.between, self.within)
+
+
+def shrink(
+    count: np.ndarray, total: np.ndarray, mean: np.ndarray | float, between: np.ndarray | float, within: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, variance) of a normal mean that was `mean` ± `between` before values of variance `within` came."""
+    own = count * between / (count * between + within)
+    return mean + own * (total / np.maximum(count, 1e-12) - mean), between * (1.0 - own)
+
+
+def expected_excess(center: np.ndarray, spread: np.ndarray | float, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, variance) of a normal variable (center, standard deviation spread), given that it lies above bound."""
+    a = (bound - center) / spread
+    ratio = np.exp(-0.5 * a * a - log_ndtr(-a)) / np.sqrt(2 * np.pi)  # inverse Mills ratio
+    mean = np.minimum(center + spread * ratio, bound + _MOST_EXCESS)
+    return np.maximum(mean, bound), spread**2 * np.clip(1.0 + a * ratio - ratio**2, 0.0, 1.0)
+
+
+def fit_effects(
+    prompt: np.ndarray,
+    x: np.ndarray,
+    censored: np.ndarray,
+    weight: np.ndarray,
+    guess: Guess,
+    *,
+    prompts: int,
+    epoch: np.ndarray | None = None,
+    rounds: int = 8,
+) -> Effects:
+    """prompt, epoch: int64 [n], from 0 on; x: log lengths, float64 [n]; censored: bool [n]; weight: float64 [n]."""
+    epochs = int(epoch.max(initial=-1)) + 1 if epoch is not None else 0
+    shift, epoch_variance = np.zeros(max(epochs, 1)), 0.0
+    mean, variance = guess.mean, guess.variance
+    between, within = guess.correlation * variance, (1 - guess.correlation) * variance
+    count = np.bincount(prompt, weight, prompts)
+    squares = np.bincount(prompt, weight * weight, prompts)
+    occupied = np.maximum(count, 1e-12)
+    free = float((count - squares / occupied).sum())  # degrees of freedom within prompts
+    all_count = float(count.sum())
+    extra = np.zeros(len(x))
+    y = np.array(x, float)
+    cut = np.flatnonzero(censored)
+    sums = np.bincount(prompt, weight * y, prompts)
+    if len(x):
+        # A start from the data, so that few rounds do.
+        mean = (guess.weight * mean + float(sums.sum())) / (guess.weight + all_count)
+    for _ in range(rounds if len(x) else 0):
+        own, _ = shrink(count, sums, mean, between, within)
+        if epochs > 1:
+            assert epoch is not None
+            shift, epoch_variance = _epoch_effects(epoch, y - own[prompt], weight, within, epochs)
+        bare = x - shift[epoch] if epochs > 1 else x
+        y = np.array(bare, float)
+        if len(cut):
+            y[cut], extra[cut] = expected_excess(own[prompt[cut]], np.sqrt(within), bare[cut])
+        sums = np.bincount(prompt, weight * y, prompts)
+        trust = between / (count * between + within) * count
+        mean = (guess.weight * guess.correlation * guess.mean + float((trust * sums / occupied).sum())) / (
+            guess.weight * guess.correlation + float(trust.sum())
+        )
+        inside = float((weight * ((y - (sums / occupied)[prompt]) ** 2 + extra)).sum())
+        around = float((weight * ((y - mean) ** 2 + extra)).sum())
+        variance = (around + guess.weight * guess.variance) / (all_count + guess.weight)
+        within = (inside + guess.weight * (1 - guess.correlation) * variance) / (free + guess.weight)
+        between = _between(count, sums / occupied, mean, within, free, all_count, variance, guess)
+        within, between = max(within, 1e-4), max(between, 1e-6)
+        if epochs > 1:
+            # y still holds the epoch for the next round's effects.
+            y = y + shift[epoch]
+    if epochs > 1 and len(x):
+        y = y - shift[epoch]
+    return Effects(mean, within, between, epoch_variance, shift, count, sums, y)
+
+
+def _between(
+    count: np.ndarray,
+    means: np.ndarray,
+    mean: float,
+    within: float,
+    free: float,
+    all_count: float,
+    variance: float,
+    guess: Guess,
+) -> float:
+    """Variance of prompts: by moments as far as several prompts have several values, else by the guess."""
+    groups = int((count > 0).sum())
+    sure = min(groups - 1.0, free)
+    assumed = guess.correlation * variance
+    if sure <= 0:
+        return assumed
+    size = (all_count - float((count**2).sum()) / all_count) / (groups - 1)
+    moments = (float((count * (means - mean) ** 2).sum()) / (groups - 1) - within) / max(size, 1e-12)
+    return (sure * max(moments, 0.0) + guess.weight * assumed) / (sure + guess.weight)
+
+
+def _epoch_effects(
+    epoch: np.ndarray, rest: np.ndarray, weight: np.ndarray, within: float, epochs: int
+) -> tuple[np.ndarray, float]:
+    """(effect of each epoch, shrunk to their weighted mean 0; variance of the steps from one to the next)."""
+    count = np.bincount(epoch, weight, epochs)
+    raw = np.bincount(epoch, weight * rest, epochs) / np.maximum(count, 1e-12)
+    seen = count > 0
+    steps = np.diff(raw[seen])
+    noise = within / np.maximum(count[seen], 1e-12)
+    own = max(float((steps**2 - noise[1:] - noise[:-1]).mean()) if len(steps) else 0.0, 1e-4)
+    effect = raw * count / (count + within / max(float(np.var(raw[seen])), own))
+    return effect - float((count * effect).sum()) / max(float(count.sum()), 1e-12), own
