@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("flexfloor.cli", "flexfloor.report", "flexfloor.doctor", "flexfloor.__main__"),
     ("flexfloor.integrations",),
-    ("flexfloor", "flexfloor.rollout"),
+    ("flexfloor", "flexfloor.rollout", "flexfloor.simulate"),
     ("flexfloor.fleets",),
     ("flexfloor.fleet",),
     ("flexfloor.policy",),

@@ -1,0 +1,168 @@
+"""Scenarios by name or file: where response lengths come from, and on what they usually run."""
+
+from __future__ import annotations
+
+import tomllib
+import zlib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from flexfloor.errors import InputError
+from flexfloor.settings import Settings, explain
+from flexfloor.simulate.distributions import Capped, LengthDistribution, Lognormal
+from flexfloor.simulate.traces import Trace, read_trace
+from flexfloor.simulate.workload import Workload, draw_workload, replay_trace
+from flexfloor.world.costs import DeviceProfile
+
+_FILE = Path(__file__).with_name("scenarios.toml")
+
+
+class _Definition(Settings):
+    """What every scenario says."""
+
+    about: str = ""
+    workers: int = Field(16, ge=1)
+    load: int = Field(32, ge=1)
+    profile: str = "h200"
+    memory_bytes: float | None = Field(None, gt=0, allow_inf_nan=False)
+    reserve_bytes: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+
+class _Drawn(_Definition):
+    samples: int = Field(8, ge=1)
+    prompt_tokens: int = Field(256, ge=1)
+    shortest: int = Field(1, ge=1)
+    max_tokens: int = Field(ge=2)
+
+    @model_validator(mode="after")
+    def _some_range(self) -> Self:
+        if self.shortest >= self.max_tokens:
+            raise ValueError(f"shortest {self.shortest} is not below max_tokens {self.max_tokens}")
+        return self
+
+
+class LognormalDefinition(_Drawn):
+    kind: Literal["lognormal"]
+    log_mean: float = Field(gt=0, lt=20)
+    between_sd: float = Field(ge=0, lt=10)
+    within_sd: float = Field(ge=0, lt=10)
+
+    @property
+    def source(self) -> LengthDistribution:
+        return Lognormal(self.log_mean, self.between_sd, self.within_sd, self.shortest, self.max_tokens)
+
+
+class CappedDefinition(_Drawn):
+    kind: Literal["capped"]
+    mean: float = Field(gt=0)
+    median: float = Field(gt=0)
+    capped_share: float = Field(ge=0, lt=0.5)
+    sibling_correlation: float = Field(ge=0, le=1)
+
+    @property
+    def source(self) -> LengthDistribution:
+        return Capped(
+            self.mean, self.median, self.shortest, self.max_tokens, self.capped_share, self.sibling_correlation
+        )
+
+
+class TraceDefinition(_Definition):
+    kind: Literal["trace"]
+    file: Path | None = None
+    workload: str | None = None
+
+
+Definition = Annotated[LognormalDefinition | CappedDefinition | TraceDefinition, Field(discriminator="kind")]
+_DEFINITION: TypeAdapter[Any] = TypeAdapter(Definition)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A source of workloads. definition: with all its values, as reports show it. trace: of a TraceDefinition."""
+
+    name: str
+    definition: LognormalDefinition | CappedDefinition | TraceDefinition
+    trace: Trace | None = None
+
+    def draw(self, requests: int, seed: int) -> Workload:
+        """The workload of a seed; equal for equal arguments, independent for other seeds."""
+        rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
+        if isinstance(self.definition, TraceDefinition):
+            assert self.trace is not None
+            return replay_trace(self.trace, requests, rng)
+        defined = self.definition
+        return draw_workload(defined.source, requests, defined.samples, defined.prompt_tokens, rng)
+
+    def device(self, profile: DeviceProfile) -> DeviceProfile:
+        """The profile, with the memory that the scenario gives a worker."""
+        own = {"memory_bytes": self.definition.memory_bytes, "reserve_bytes": self.definition.reserve_bytes}
+        changes: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        return replace(profile, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name} | self.definition.model_dump(mode="json", exclude_none=True)
+
+
+@cache
+def named_scenarios() -> dict[str, dict[str, Any]]:
+    """Name → keys of its definition."""
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def load_scenario(source: str, *, trace: Path | None = None, workload: str | None = None) -> Scenario:
+    """A scenario by its name, from a .toml file with the keys of a definition, or from the .csv file of a trace.
+
+    trace: the CSV file of a scenario that needs one. workload: of a trace, in place of the definition's.
+    Raises InputError on one line, with the choices or with what is wrong.
+    """
+    known = {name.lower(): name for name in named_scenarios()}
+    path = Path(source)
+    if source.lower() in known:
+        name = known[source.lower()]
+        where, values = f"scenario {name}", dict(named_scenarios()[name])
+    elif path.suffix == ".csv":
+        if trace is not None:
+            raise InputError(f"--trace {trace}: --lengths {source} is a trace already; give one of them")
+        name, where, values = path.stem, str(path), {"kind": "trace", "file": path}
+    elif path.suffix == ".toml":
+        name, where, values = path.stem, str(path), _read_definition(path)
+    else:
+        raise InputError(
+            f"--lengths: scenario {source!r} is not known; there is {', '.join(named_scenarios())}, "
+            "or name a .csv file of lengths or a .toml file of a scenario"
+        )
+    try:
+        definition = _DEFINITION.validate_python(values)
+        if not isinstance(definition, TraceDefinition):
+            _ = definition.source.correlation  # worked out when asked for, and not possible with all values
+    except ValidationError as error:
+        field, message = explain(error)
+        # The first part of the place is the kind of the definition, which the field makes clear.
+        raise InputError(f"{where}: {'.'.join(field[1:]) or 'definition'}: {message}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+    if not isinstance(definition, TraceDefinition):
+        for option, value in {"--trace": trace, "--workload": workload}.items():
+            if value is not None:
+                raise InputError(f"{option} {value}: the lengths of {where} are drawn, not read; leave it out")
+        return Scenario(name, definition)
+    file = trace or definition.file
+    if file is None:
+        raise InputError(f"{where} needs the CSV file of a trace; give --trace FILE.csv")
+    loaded = read_trace(file, workload or definition.workload)
+    chosen = {"file": file, "workload": loaded.workload}
+    return Scenario(name, definition.model_copy(update=chosen), loaded)
+
+
+def _read_definition(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: scenario cannot be read ({error.strerror}); name a .toml file") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} is not TOML ({error})") from None
