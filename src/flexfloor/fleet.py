@@ -6,12 +6,14 @@ decided by the driver. Time inside one `advance` belongs to the fleet; everythin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol, Self, runtime_checkable
 
 from flexfloor.errors import InputError
 from flexfloor.progress import (
+    Decision,
     FleetInfo,
     ModelShape,
     Preemption,
@@ -27,6 +29,7 @@ from flexfloor.world.resize import ResizePlan
 from flexfloor.world.status import FleetStatus
 
 __all__ = [
+    "Decision",
     "Fleet",
     "FleetInfo",
     "FleetStatus",
@@ -82,6 +85,10 @@ class Fleet(Protocol):
         """
 
     def status(self) -> FleetStatus: ...
+
+    def clock(self) -> float:
+        """Seconds of this fleet's time, which only ever goes on: real time, or virtual time in a simulation."""
+        return time.monotonic()
 
     def close(self) -> None:
         """End every process. Safe to call twice."""

@@ -5,6 +5,7 @@ Shared by everything that produces or reads it (fleets, policy, ledger), hence b
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +54,39 @@ class RequestStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveRequests:
+    """All live requests of a fleet as columns: by worker, there in the order in which it holds them.
+
+    Every array is int64 [n] with the meaning of RequestStatus' field, `decoding` is bool [n].
+    """
+
+    ids: Sequence[str]
+    worker: np.ndarray
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+    kv_pages: np.ndarray
+    shared_pages: np.ndarray
+    decoding: np.ndarray
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerStatus]) -> LiveRequests:
+        found = [(w.worker, r) for w in workers for r in w.requests]
+        columns = [
+            np.array([getattr(r, name) for _, r in found], dtype=np.int64)
+            for name in ("prompt_tokens", "response_tokens", "kv_pages", "shared_pages")
+        ]
+        worker = np.array([w for w, _ in found], dtype=np.int64)
+        decoding = np.array([r.decoding for _, r in found], dtype=np.bool_)
+        return cls([r.request_id for _, r in found], worker, *columns, decoding)
+
+    def rows(self) -> Iterator[tuple[int, RequestStatus]]:
+        """(worker, status) of each."""
+        columns = (self.prompt_tokens, self.response_tokens, self.kv_pages, self.shared_pages, self.decoding)
+        for name, worker, *fields in zip(self.ids, self.worker.tolist(), *(c.tolist() for c in columns), strict=True):
+            yield worker, RequestStatus(name, *fields)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker between two advances. Bytes and counts are of this moment; peaks are since `start`."""
 
@@ -78,6 +112,7 @@ class ResizeOutcome:
     """What a resize (or moves without one) did, or why it failed. Seconds of the driver, bytes over all workers.
 
     left_live: leaving workers that had live requests, which moved.
+    predicted: what the decision counted with, see `ResizePlan`.
     failed: what went wrong while it was prepared; then nothing has changed and the counts are of the plan.
     """
 
@@ -95,12 +130,16 @@ class ResizeOutcome:
     commit_s: float
     reason: str
     left_live: tuple[int, ...] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
     failed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """Tokens that one request gained in an advance. logprobs: float32 [len(tokens)]."""
+    """Tokens that one request gained in an advance. logprobs: float32 [len(tokens)].
+
+    A fleet in virtual time makes no tokens and tells only of requests that ended.
+    """
 
     request_id: str
     worker: int
@@ -108,11 +147,16 @@ class RequestProgress:
     logprobs: np.ndarray
     finish_reason: FinishReason | None = None
     finish_iteration: int | None = None  # counted from 0 at `start`; the iteration that made the last token
+    response_tokens: int = 0  # of the response so far, these included
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIterations:
-    """What one worker did in each iteration of an advance; every array has one entry an iteration."""
+    """What one worker did in an advance; every array has one entry a step, see `Progress.spans`.
+
+    tokens: response tokens generated in the advance. last_live: its iterations up to and including the last one with a
+    live request, None where `batch` tells.
+    """
 
     worker: int
     seconds: np.ndarray
@@ -121,6 +165,17 @@ class WorkerIterations:
     kv_tokens: np.ndarray  # context tokens read by attention, summed over decode requests
     experts_touched: np.ndarray  # (layer, expert) pairs computed here
     overran: np.ndarray  # 1 where the work took longer than the pace allows; 0 without pace
+    tokens: int = 0
+    last_live: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy decided beside resizes. predicted: what it counted with, by name; units are in the names."""
+
+    what: str
+    reason: str
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +187,11 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The result of one advance: the same number of iterations on every active worker."""
+    """The result of one advance: the same number of iterations on every active worker.
+
+    spans: int64 [steps], the iterations that each entry of the workers' arrays stands for, as their mean; None where
+    every iteration has an entry of its own.
+    """
 
     epoch: int
     first_iteration: int
@@ -140,6 +199,7 @@ class Progress:
     requests: tuple[RequestProgress, ...] = ()
     workers: tuple[WorkerIterations, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
+    spans: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +220,5 @@ class FleetInfo:
     weights_version: int = 0  # how often the weights were replaced since the launch
     start_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase of the launch
     pace: float | None = None  # seconds of this fleet for one second of the profile's device
-    profile: str | None = None  # name of the device profile; None without pace
+    profile: str | None = None  # name of the device profile; None where time is not made by one
+    simulated: bool = False  # in virtual time: no model, no tokens

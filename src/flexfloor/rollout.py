@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +22,18 @@ from flexfloor.ledger.events import (
     LedgerWriter,
     assign_record,
     chunk_record,
+    decision_record,
     end_record,
     resize_record,
     start_record,
     submit_record,
 )
 from flexfloor.policy import Policy, make_policy
-from flexfloor.policy.base import check_oracle
 from flexfloor.requests import Request, Response, hash_responses
 from flexfloor.world.costs import load_profile
+from flexfloor.world.lengths.base import Lengths, check_oracle
+from flexfloor.world.lengths.knowledge import make_lengths
+from flexfloor.world.lengths.store import LengthHistory
 from flexfloor.world.status import FleetStatus
 
 _busy: weakref.WeakSet[Fleet] = weakref.WeakSet()  # fleets with a rollout on them
@@ -54,7 +56,7 @@ class RolloutProgress:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """responses: in the order in which their requests were submitted."""
+    """responses: in the order in which their requests were submitted; without tokens where the fleet is simulated."""
 
     responses: list[Response]
     summary: Summary
@@ -78,7 +80,8 @@ class Rollout:
         fleet: Fleet,
         *,
         policy: str | Policy = "static",
-        knowledge: str = "none",
+        knowledge: str = "auto",
+        history: LengthHistory | Path | str | None = None,
         max_slowdown: float = 0.02,
         min_workers: int = 1,
         profile: str | Path = "h200",
@@ -86,22 +89,28 @@ class Rollout:
         ledger: LedgerWriter | Path | str | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
         on_release: Callable[[int], None] | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         if chunk < 1:
             raise InputError(f"chunk is {chunk}; give at least 1 iteration")
+        if isinstance(history, Path | str):
+            history = LengthHistory(history)
+        if knowledge == "auto":
+            knowledge = "none" if history is None else "history"
         if isinstance(policy, str):
             policy = make_policy(
                 policy,
-                knowledge=knowledge,
+                lengths=make_lengths(knowledge, history) if lengths is None else lengths,
                 max_slowdown=max_slowdown,
                 min_workers=min_workers,
                 workers=fleet.info.workers,
                 profile=load_profile(profile),
+                time_scale=fleet.info.pace or 1.0,
             )
         self._fleet, self._policy, self._chunk = fleet, policy, chunk
         if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("name", "admit", "decide")):
             raise InputError(f"policy {policy!r:.80} has no name, admit and decide; see flexfloor.policy.Policy")
-        self._knowledge, self._on_release = knowledge, on_release
+        self._knowledge, self._history, self._on_release = knowledge, history, on_release
         self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(Path(ledger) if ledger else None)
         self._on_progress = on_progress
         self._pause = 0  # looks of the driver until resizes are tried again
@@ -174,11 +183,15 @@ class Rollout:
                     raise FlexFloorError(f"policy {self._policy.name} admits nothing, though {waits}")
                 begin = self._now
                 progress = fleet.advance(self._chunk)
+                if (observe := getattr(self._policy, "observe", None)) is not None:
+                    observe(progress)
                 yield from self._record(progress, begin, waiting=len(queue))
             if self._origin is None:
                 self._begin()  # sealed without a request: an empty rollout has an account too
             closing = fleet.status()
             self._end(closing, fleet.regrow())
+            if self._history is not None and self._responses and not fleet.info.simulated:
+                self._history.observe(list(self._requests.values()), list(self._responses.values()))
         finally:
             _busy.discard(fleet)
             self._ledger.close()
@@ -187,6 +200,7 @@ class Rollout:
         """Bind what the policy admits; returns the requests that still wait."""
         status = self._fleet.status()
         assignment = self._policy.admit(queue, status)
+        self._note_decisions(status.iteration)
         if not assignment:
             return queue
         if not isinstance(assignment, Mapping):
@@ -199,7 +213,9 @@ class Rollout:
         if self._pause > 0:
             self._pause -= 1
             return
-        plan = self._policy.decide(queue, self._fleet.status())
+        status = self._fleet.status()
+        plan = self._policy.decide(queue, status)
+        self._note_decisions(status.iteration)
         if plan is None:
             return
         begin = self._now
@@ -211,9 +227,15 @@ class Rollout:
             for worker in outcome.leaving:
                 self._on_release(worker)
 
+    def _note_decisions(self, iteration: int) -> None:
+        """What the policy decided beside resizes goes into the ledger."""
+        if (take := getattr(self._policy, "take_decisions", None)) is not None:
+            for decision in take():
+                self._ledger.write(decision_record(self._now, iteration, decision))
+
     def _begin(self) -> None:
         """The clock of the rollout starts when the first request is handed over."""
-        self._origin = time.monotonic()
+        self._origin = self._fleet.clock()
         settings = {"chunk": self._chunk} | self._sampling()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._ledger.write(start_record(self._fleet.info, self._policy.name, settings, started_at))
@@ -226,7 +248,7 @@ class Rollout:
 
     @property
     def _now(self) -> float:
-        return time.monotonic() - self._origin if self._origin is not None else 0.0
+        return self._fleet.clock() - self._origin if self._origin is not None else 0.0
 
     def _await_work(self, queue: list[Request]) -> bool:
         """Take in what has arrived; block while nothing is live. False when sealed and done."""
@@ -255,14 +277,16 @@ class Rollout:
         """Account for an advance; returns the responses that ended in it."""
         t1 = self._now
         finished: list[Response] = []
+        totals: dict[str, tuple[int, int]] = {}
+        self._tokens += sum(w.tokens for w in progress.workers)
         for part in progress.requests:
             partial = self._live[part.request_id]
             partial.tokens.extend(part.tokens)
             partial.logprobs.append(part.logprobs)
-            self._tokens += len(part.tokens)
             if part.finish_reason is not None:
                 request = self._requests[part.request_id]
                 del self._live[part.request_id]
+                totals[part.request_id] = (len(request.prompt_tokens), part.response_tokens)
                 finished.append(
                     Response(
                         request.request_id,
@@ -275,7 +299,6 @@ class Rollout:
                     )
                 )
         self._responses |= {r.request_id: r for r in finished}
-        totals = {r.request_id: (r.prompt_tokens, len(r.tokens)) for r in finished}
         self._ledger.write(chunk_record(progress, t0, t1, totals))
         if finished:
             self._finished_at = t1
@@ -299,7 +322,7 @@ class Rollout:
         )
 
     def _end(self, closing: FleetStatus, regrow_s: float) -> None:
-        hashes = hash_responses(self._responses.values())
+        hashes = None if self._fleet.info.simulated else hash_responses(self._responses.values())
         self._ledger.write(end_record(self._finished_at, closing.workers, hashes, regrow_s))
 
 
@@ -308,7 +331,8 @@ def rollout(
     requests: Sequence[Request],
     *,
     policy: str | Policy = "static",
-    knowledge: str = "none",
+    knowledge: str = "auto",
+    history: LengthHistory | Path | str | None = None,
     max_slowdown: float = 0.02,
     min_workers: int = 1,
     profile: str | Path = "h200",
@@ -317,10 +341,14 @@ def rollout(
     ledger: LedgerWriter | Path | str | None = None,
     on_progress: Callable[[RolloutProgress], None] | None = None,
     on_release: Callable[[int], None] | None = None,
+    lengths: Lengths | None = None,
 ) -> RolloutResult:
     """Generate a response to each request and account for the workers' time.
 
-    policy: a name of `flexfloor.policy`. knowledge: what it knows of lengths, `none` or `oracle` (the forced ones).
+    policy: a name of `flexfloor.policy`. history: lengths of earlier rollouts, a file or a LengthHistory; it learns this
+    rollout's when that has ended. knowledge: what the policy knows of lengths: `none`, `history`, `shuffled` (other
+    prompts' history, to see what a wrong one does) or `oracle` (the forced ones); `auto` is the history where there is
+    one. lengths: forecasts of one's own, instead.
     max_slowdown: throughput that releasing workers may cost, reckoned on the device `profile`. order: `arrival` or
     `shuffle:SEED`, in which the requests reach the policy; responses come back in the order given. chunk: iterations
     between two looks of the driver. on_release: told the number of a worker that has given its memory back.
@@ -332,6 +360,7 @@ def rollout(
         fleet,
         policy=policy,
         knowledge=knowledge,
+        history=history,
         max_slowdown=max_slowdown,
         min_workers=min_workers,
         profile=profile,
@@ -339,6 +368,7 @@ def rollout(
         ledger=ledger,
         on_progress=on_progress,
         on_release=on_release,
+        lengths=lengths,
     )
     run.submit(shuffle(requests, order))
     run.seal()

@@ -63,6 +63,7 @@ class Summary:
 
     schema: int
     complete: bool
+    simulated: bool
     policy: str
     workers: int
     requests: int
@@ -80,6 +81,7 @@ class Summary:
     iterations: int
     preemptions: int
     resizes: tuple[dict[str, Any], ...]
+    decisions: tuple[dict[str, Any], ...]
     stall_s: float
     moved_bytes: int
     workers_detail: tuple[WorkerSummary, ...]
@@ -111,8 +113,13 @@ def iteration_ends(chunk: Record) -> list[float]:
     An iteration takes as long as its slowest worker; the iterations are stretched to fill the chunk from `t0` to `t1`,
     so that the driver's time between two chunks' iterations counts as theirs.
     """
-    count = chunk["iterations"]
-    slowest = [max((w["seconds"][i] for w in chunk["workers"]), default=0.0) for i in range(count)]
+    count, spans = chunk["iterations"], chunk.get("spans")
+    if len(chunk["workers"]) == 1:
+        slowest = chunk["workers"][0]["seconds"]
+    else:
+        slowest = [max(entry) for entry in zip(*(w["seconds"] for w in chunk["workers"]), strict=True)]
+    if spans is not None:
+        slowest = [seconds for seconds, span in zip(slowest, spans, strict=True) for _ in range(span)]
     if sum(slowest) <= 0:
         slowest = [1.0] * count
     total, span = sum(slowest), chunk["t1"] - chunk["t0"]
@@ -132,10 +139,15 @@ def _last_live(chunks: Sequence[Record], ends_of: Sequence[list[float]], workers
     last = [_LastLive() for _ in range(workers)]
     for chunk, ends in zip(chunks, ends_of, strict=True):
         for entry in chunk["workers"]:
-            busy = [i for i, live in enumerate(entry["batch"]) if live > 0]
+            busy = entry["last_live"] if "last_live" in entry else _last_busy(entry["batch"])
             if busy:
-                last[entry["worker"]] = _LastLive(ends[busy[-1]], chunk["first_iteration"] + busy[-1] + 1)
+                last[entry["worker"]] = _LastLive(ends[busy - 1], chunk["first_iteration"] + busy)
     return last
+
+
+def _last_busy(batch: Sequence[int]) -> int:
+    """Iterations up to and including the last one with a live request."""
+    return next((i for i in range(len(batch), 0, -1) if batch[i - 1] > 0), 0)
 
 
 def _overrun_share(chunks: Sequence[Record], iterations: int) -> float:
@@ -151,6 +163,23 @@ def _last_response(chunks: Sequence[Record], ends_of: Sequence[list[float]]) -> 
         for f in chunk["finished"]
     ]
     return max(times, default=0.0)
+
+
+def _with_actual(record: Record, wall_s: float, occupied_s: Sequence[float]) -> dict[str, Any]:
+    """A resize or another decision as the summary tells of it: what was predicted for it has what became of it beside.
+
+    remaining_s: from then to the end of the rollout; remaining_occupied_s: Σ over workers of what each was occupied
+    after it; stall_s: of a resize.
+    """
+    at = record.get("t1", record.get("t", 0.0))
+    became = {
+        "stall_s": record["t1"] - record["t0"] if "t1" in record else None,
+        "remaining_s": max(0.0, wall_s - at),
+        "remaining_occupied_s": sum(max(0.0, o - at) for o in occupied_s),
+    }
+    predicted = record.get("predicted", {})
+    actual = {name: became[name] for name in predicted if became.get(name) is not None}
+    return {k: v for k, v in record.items() if k != "type"} | {"actual": actual}
 
 
 def summarize(records: Sequence[Record]) -> Summary:
@@ -196,6 +225,7 @@ def summarize(records: Sequence[Record]) -> Summary:
     return Summary(
         schema=start["schema"],
         complete=end is not None,
+        simulated=fleet.get("simulated", False),
         policy=start["policy"],
         workers=workers,
         requests=sum(s["requests"] for s in submits),
@@ -212,7 +242,8 @@ def summarize(records: Sequence[Record]) -> Summary:
         regrow_s=regrow_s,
         iterations=iterations,
         preemptions=sum(len(c["preemptions"]) for c in chunks),
-        resizes=tuple({k: v for k, v in r.items() if k != "type"} for r in records if r["type"] == "resize"),
+        resizes=tuple(_with_actual(r, wall_s, occupied_s) for r in records if r["type"] == "resize"),
+        decisions=tuple(_with_actual(r, wall_s, occupied_s) for r in records if r["type"] == "decision"),
         stall_s=sum(r["t1"] - r["t0"] for r in records if r["type"] == "resize"),
         moved_bytes=sum(r["expert_bytes"] + r["kv_bytes"] for r in resizes),
         workers_detail=tuple(

@@ -4,7 +4,9 @@ start    once: what runs (schema, time, fleet, settings; of these `seed` and `st
 submit   requests made known: the first ones at t = 0, others while the rollout runs
 assign   requests bound to workers
 chunk    one advance: per-worker arrays with one entry an iteration, responses that ended, preemptions; `tokens` counts
-         what was generated, in all and per worker
+         what was generated, in all and per worker; `spans`, where it stands, has the iterations that each entry stands
+         for, as their mean, and `last_live` the iterations of a worker up to its last one with a live request
+decision what a policy decided beside resizes: `what`, `reason`, and what it counted with (`predicted`)
 resize   a change of the active set, or moves without one: who, what, and how long it took; `failed` says why it was not
          carried out
 end      once, last: outcome, hashes, the closing status of every worker
@@ -23,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from flexfloor.errors import FlexFloorError, InputError
-from flexfloor.progress import FleetInfo, Progress, ResizeOutcome, WorkerStatus
+from flexfloor.progress import Decision, FleetInfo, Progress, ResizeOutcome, WorkerStatus
 
 SCHEMA = 1
 """Version of the records' meaning; a reader refuses a ledger with another one."""
@@ -52,6 +54,7 @@ def assign_record(t: float, iteration: int, assignment: Mapping[int, Sequence[st
 def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """totals: for each request that ended in this chunk, (prompt tokens, response tokens)."""
     finished = [p for p in progress.requests if p.finish_reason is not None]
+    spans = {} if progress.spans is None else {"spans": progress.spans.tolist()}
     return {
         "type": "chunk",
         "epoch": progress.epoch,
@@ -59,12 +62,14 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
         "iterations": progress.iterations,
         "t0": t0,
         "t1": t1,
-        "tokens": sum(len(p.tokens) for p in progress.requests),
+        "tokens": sum(w.tokens for w in progress.workers),
+        **spans,
         "workers": [
             {
                 "worker": w.worker,
-                "tokens": sum(len(p.tokens) for p in progress.requests if p.worker == w.worker),
-                "seconds": [round(float(s), 6) for s in w.seconds],
+                "tokens": w.tokens,
+                **({} if w.last_live is None else {"last_live": w.last_live}),
+                "seconds": np.round(w.seconds, 7).tolist(),
                 **{
                     name: getattr(w, name).tolist()
                     for name in ("batch", "prefill_tokens", "kv_tokens", "experts_touched", "overran")
@@ -87,17 +92,24 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
     }
 
 
+def decision_record(t: float, iteration: int, decision: Decision) -> dict[str, Any]:
+    return {"type": "decision", "t": t, "iteration": iteration} | asdict(decision)
+
+
 def resize_record(t0: float, t1: float, outcome: ResizeOutcome) -> dict[str, Any]:
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(outcome).items()}
     return {"type": "resize", "t0": t0, "t1": t1} | fields
 
 
-def end_record(t: float, workers: Sequence[WorkerStatus], hashes: tuple[str, str], regrow_s: float) -> dict[str, Any]:
+def end_record(
+    t: float, workers: Sequence[WorkerStatus], hashes: tuple[str, str] | None, regrow_s: float
+) -> dict[str, Any]:
+    """hashes: of responses and log-probabilities; None where there are none, in virtual time."""
     return {
         "type": "end",
         "t": t,
-        "responses_sha256": hashes[0],
-        "logprobs_sha256": hashes[1],
+        "responses_sha256": hashes[0] if hashes else None,
+        "logprobs_sha256": hashes[1] if hashes else None,
         "regrow_s": regrow_s,
         "workers": [{k: v for k, v in asdict(w).items() if k != "requests"} for w in workers],
     }

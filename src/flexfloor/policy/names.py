@@ -6,20 +6,29 @@ import math
 import re
 
 from flexfloor.errors import InputError
-from flexfloor.policy.base import Policy, make_lengths
-from flexfloor.policy.elastic import FixedPolicy, FlexFloorPolicy, ReleasePolicy
+from flexfloor.policy.base import Policy
+from flexfloor.policy.elastic import FixedPolicy, ReleasePolicy
+from flexfloor.policy.flexfloor import FlexFloorPolicy
 from flexfloor.policy.planned import PlannedPolicy
 from flexfloor.policy.static import StaticPolicy
 from flexfloor.world.costs import DeviceProfile
+from flexfloor.world.lengths.base import Lengths
 
 POLICIES = ("static", "static-spread", "static-grouped", "planned", "release", "fixed:N", "flexfloor")
 
 
 def make_policy(
-    name: str, *, knowledge: str, max_slowdown: float, min_workers: int, workers: int, profile: DeviceProfile
+    name: str,
+    *,
+    lengths: Lengths,
+    max_slowdown: float,
+    min_workers: int,
+    workers: int,
+    profile: DeviceProfile,
+    time_scale: float = 1.0,
 ) -> Policy:
-    """workers: of the fleet. Raises InputError naming the choices, or the limit that is passed."""
-    lengths = make_lengths(knowledge)
+    """workers: of the fleet. time_scale: seconds of the fleet for one of the profile's device, as far as it is known.
+    Raises InputError naming the choices, or the limit that is passed."""
     if not 1 <= min_workers <= workers:
         raise InputError(f"min_workers is {min_workers}; the fleet has {workers} workers, give 1 to {workers}")
     if not 0 <= max_slowdown < math.inf:
@@ -30,16 +39,16 @@ def make_policy(
             raise InputError(f"policy {name!r}: the fleet has {workers} workers; give fixed:1 to fixed:{workers}")
         if count < min_workers:
             raise InputError(f"policy {name!r}: min_workers is {min_workers}; give one or the other")
-        return FixedPolicy(lengths, count)
+        return FixedPolicy(lengths, profile, count)
     match name:
         case "static" | "static-spread":
             return StaticPolicy(grouped=False)
         case "static-grouped":
             return StaticPolicy(grouped=True)
         case "planned":
-            return PlannedPolicy(lengths)
+            return PlannedPolicy(lengths, profile)
         case "release":
-            return ReleasePolicy(lengths, min_workers)
+            return ReleasePolicy(lengths, profile, min_workers)
         case "flexfloor":
-            return FlexFloorPolicy(lengths, profile, max_slowdown, min_workers)
+            return FlexFloorPolicy(lengths, profile, max_slowdown, min_workers, time_scale)
     raise InputError(f"policy {name!r} is not known; there is {', '.join(POLICIES)}")

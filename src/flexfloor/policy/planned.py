@@ -1,75 +1,194 @@
-"""Scheduling by forecast lengths: one queue, bound late, longest first, where the forecast peak of KV is least."""
+"""Scheduling by forecast lengths: one queue, bound late, in the order that looks best, and live requests evened out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexfloor.policy.base import ForcedLengths, Lengths, check_oracle
+import numpy as np
+
+from flexfloor.errors import PlanRefusedError
+from flexfloor.policy.binding import bind_least_peak, even_out
+from flexfloor.policy.book import Book, Live
+from flexfloor.progress import Decision, Progress
 from flexfloor.requests import Request
-from flexfloor.world.dynamics import Held, fits
-from flexfloor.world.resize import ResizePlan
+from flexfloor.world.costs import DeviceProfile, IterationCost
+from flexfloor.world.lengths.base import Lengths
+from flexfloor.world.lookahead import Batch, LookAhead
+from flexfloor.world.resize import ResizePlan, plan_moves
 from flexfloor.world.status import FleetStatus
+
+_FULL = 0.97  # of a worker's KV memory that a forecast peak may fill
+_RESERVE = 0.0  # by which forecasts are raised for admission
+_SKIPS = 4  # requests that shorter ones may pass while they do not fit
+_UNEVEN = 0.12  # load above the mean that is evened out
+_MOVE_GAIN = 2.0  # seconds gained for each one that moves take
+_ORDER_GAIN = 0.01  # share of the time by which another order than that of arrival must be faster
+_LOOKS = 0.02  # of the iterations so far and to come, between two decisions
 
 
 class PlannedPolicy:
-    """All workers stay. together: long responses share workers, so that the others run dry early; else they are spread.
+    """All workers stay.
 
-    Requests wait in the driver's queue until the pages that their forecast asks for are free and a worker's batch has
-    room; a worker with nothing live takes any. Shorter ones go ahead of one that does not fit yet.
+    Waiting requests go, while their forecast peak of KV fits, to the worker with the most room beside its own forecast
+    peak. Their order, that of arrival or the longest first, is the one that is faster by look-ahead. Live requests move
+    when one worker's KV sets the pace and moving takes less than it gains.
     """
 
-    def __init__(self, lengths: Lengths, name: str = "planned", together: bool = False) -> None:
+    def __init__(self, lengths: Lengths, profile: DeviceProfile, name: str = "planned") -> None:
         self.name = name
-        self.lengths = lengths
-        self._together = together
-        self._requests: dict[str, Request] = {}  # bound by this policy
+        self.book = Book(lengths)
+        self._profile = profile
+        self._cost: IterationCost | None = None
+        self._ahead: LookAhead | None = None
+        self._next = 0  # iteration of the next decision
+        self._longest_first = False
+        self._decisions: list[Decision] = []
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
-        if isinstance(self.lengths, ForcedLengths):
-            check_oracle(queue)
-        workers = self.workers(status)
-        held = {w: self.held(w, status) for w in workers}
-        load = {w: sum(tokens + left for tokens, left in held[w]) for w in workers}
-        fair = -(-(len(queue) + sum(map(len, held.values()))) // len(workers))
-        assignment: dict[int, list[str]] = {w: [] for w in workers}
-        for request in sorted(queue, key=lambda r: -self.lengths.total(r, 0)):
-            entry = self.entry(request, 0)
-            if self._together:  # filled one after another, to an even number of requests each
-                order = [w for w in workers if len(held[w]) < fair]
-                order += [w for w in reversed(workers) if w not in order]
-            else:
-                order = sorted(workers, key=lambda w: (load[w], len(held[w]), w))
-            target = next((w for w in order if self._fits([*held[w], entry], w, status)), None)
-            if target is None:
-                continue
-            held[target].append(entry)
-            load[target] += sum(entry)
-            assignment[target].append(request.request_id)
-            self._requests[request.request_id] = request
-        return {worker: names for worker, names in assignment.items() if names}
-
-    def _fits(self, held: Sequence[Held], worker: int, status: FleetStatus) -> bool:
-        pages = status.workers[worker].kv_pages
-        return len(held) == 1 or (len(held) <= status.max_batch and fits(held, pages, status.page_tokens))
+        if self.book.take(queue):
+            self._choose_order(status)
+        if not self.book.waiting:
+            return {}
+        workers, live = self.workers(status), self.book.live(status)
+        place = np.full(len(status.workers), -1)
+        place[list(workers)] = np.arange(len(workers))
+        here = place[live.worker] >= 0
+        rows = self._in_order(np.array(self.book.waiting))
+        limit = self.limits(workers, status)
+        homes = bind_least_peak(
+            live.tokens[here],
+            self.book.left(live.rows[here], live.generated[here], reserve=_RESERVE),
+            place[live.worker[here]],
+            self.book.prompt[rows] + status.page_tokens / 2,
+            self.book.left(rows, np.zeros(len(rows), dtype=np.int64), reserve=_RESERVE),
+            limit,
+            status.max_batch,
+            _SKIPS,
+            False,
+        )
+        bound = homes >= 0
+        self.book.bind(rows[bound].tolist())
+        assignment: dict[int, list[str]] = {}
+        for row, home in zip(rows[bound].tolist(), homes[bound].tolist(), strict=True):
+            assignment.setdefault(workers[home], []).append(self.book.requests[row].request_id)
+        return assignment
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
-        return None
+        if self.book.take(queue):
+            self._choose_order(status)
+        if status.live == 0 or not self.is_due(status):
+            return None
+        return self.even_out(status)
+
+    def observe(self, progress: Progress) -> None:
+        self.book.observe(progress)
+
+    def take_decisions(self) -> list[Decision]:
+        taken, self._decisions = self._decisions, []
+        return taken
 
     def workers(self, status: FleetStatus) -> tuple[int, ...]:
         """Those that requests are bound to."""
         return status.active
 
-    def held(self, worker: int, status: FleetStatus) -> list[Held]:
-        """What the live requests of `worker` will take, by the forecast."""
-        return [self.live(r.request_id, status) for r in status.workers[worker].requests]
+    def limits(self, workers: Sequence[int], status: FleetStatus) -> np.ndarray:
+        """KV tokens that each of `workers` may be planned to hold: float64 [workers]."""
+        return np.array([status.workers[w].kv_pages * status.page_tokens * _FULL for w in workers])
 
-    def live(self, request_id: str, status: FleetStatus) -> Held:
-        return self.entry(self._requests[request_id], status.requests[request_id][1].response_tokens)
+    def is_due(self, status: FleetStatus) -> bool:
+        """Whether to decide now; looks get rarer as the rollout gets longer."""
+        if status.iteration < self._next:
+            return False
+        live = self.book.live(status)
+        ahead = float(np.median(self.book.left(live.rows, live.generated))) if len(live.rows) else 0.0
+        self._next = status.iteration + int(_LOOKS * (status.iteration + ahead))
+        return True
 
-    def remaining(self, request_id: str, status: FleetStatus) -> float:
-        """Tokens that a live request still generates, by the forecast; at least 1."""
-        live = status.requests[request_id][1]
-        return max(1.0, self.lengths.total(self._requests[request_id], live.response_tokens) - live.response_tokens)
+    def cost(self, status: FleetStatus) -> IterationCost:
+        if self._cost is None:
+            self._cost = IterationCost(self._profile, status.model)
+        return self._cost
 
-    def entry(self, request: Request, generated: int) -> Held:
-        return len(request.prompt_tokens) + generated, max(1.0, self.lengths.high(request, generated) - generated)
+    def ahead(self, status: FleetStatus) -> LookAhead:
+        """Look-ahead on this fleet, whoever is active."""
+        if self._ahead is None:
+            arena = min(w.arena_bytes for w in status.workers if w.arena_bytes)
+
+            def capacity(workers: int) -> float:
+                slots = -(-status.placement.worker.size // workers)
+                return (arena - slots * status.model.expert_bytes) // status.page_bytes * status.page_tokens
+
+            self._ahead = LookAhead(
+                self.cost(status),
+                capacity,
+                len(status.workers),
+                max_batch=status.max_batch,
+                prefill_tokens=status.prefill_tokens,
+                longest=status.longest_tokens + status.page_tokens,
+                moves=status.move_costs,
+            )
+        return self._ahead
+
+    def batch(self, live: Live, waiting: np.ndarray, shift: float, stretch: float = 1.0) -> Batch:
+        """What is to be done, by one draw of the forecast; `waiting` are rows, in the order they will be taken in."""
+        return Batch(
+            live.tokens,
+            np.maximum(self.book.left(live.rows, live.generated, shift) * stretch, 1.0),
+            self.book.prompt[waiting].astype(np.float64),
+            np.maximum(self.book.left(waiting, np.zeros(len(waiting), dtype=np.int64), shift) * stretch, 1.0),
+            self.book.prefill[waiting],
+        )
+
+    def _in_order(self, rows: np.ndarray) -> np.ndarray:
+        if not self._longest_first:
+            return rows
+        expected = self.book.left(rows, np.zeros(len(rows), dtype=np.int64))
+        return rows[np.argsort(-expected, kind="stable")]
+
+    def _choose_order(self, status: FleetStatus) -> None:
+        """The order of what waits now, by rolling both forward on the workers that requests are bound to."""
+        rows, live, ahead = np.array(self.book.waiting), self.book.live(status), self.ahead(status)
+        seconds = {}
+        for longest_first in (False, True):
+            self._longest_first = longest_first
+            batch = self.batch(live, self._in_order(rows), 0.0)
+            seconds[longest_first] = ahead.roll(batch, len(self.workers(status))).seconds
+        self._longest_first = seconds[True] < (1 - _ORDER_GAIN) * seconds[False]
+        order, other = ("longest first", "arrival") if self._longest_first else ("arrival", "longest first")
+        reason = (
+            f"{order}: {seconds[self._longest_first]:.3g} s against {seconds[not self._longest_first]:.3g} s {other}"
+        )
+        self._decisions.append(Decision("order", reason, {"remaining_s": seconds[self._longest_first]}))
+
+    def even_out(self, status: FleetStatus) -> ResizePlan | None:
+        """Moves from the fullest workers to the emptiest, where that pays. They change no group."""
+        workers = status.active
+        if len(workers) < 2:
+            return None
+        live = self.book.live(status)
+        place = np.full(len(status.workers), -1)
+        place[list(workers)] = np.arange(len(workers))
+        here, limit = place[live.worker], self.limits(workers, status)
+        homes = even_out(live.tokens, here, live.decoding, limit, status.max_batch, _UNEVEN / 3)
+        moving = np.nonzero(homes != here)[0]
+        if not len(moving):
+            return None
+        before, after = (self._iteration_s(live, h, len(workers), status) for h in (here, homes))
+        left = float(np.median(self.book.left(live.rows, live.generated)))
+        gain = (before - after) * left
+        bytes_out = np.bincount(here[moving], live.own_pages[moving] * status.page_bytes).max()
+        stall = status.move_costs.pause_s + bytes_out / status.move_costs.bytes_per_s
+        if gain <= _MOVE_GAIN * stall:
+            return None
+        names = status.live_requests.ids
+        plan = {names[i]: workers[homes[i]] for i in moving.tolist()}
+        reason = f"{len(plan)} requests to emptier workers; iterations {1e3 * before:.3g} → {1e3 * after:.3g} ms"
+        try:
+            return plan_moves(status, plan, reason, {"stall_s": stall, "saved_s": gain})
+        except PlanRefusedError:
+            return None
+
+    def _iteration_s(self, live: Live, place: np.ndarray, workers: int, status: FleetStatus) -> float:
+        batch = np.bincount(place, minlength=workers)
+        kv = np.bincount(place, live.tokens, minlength=workers)
+        return float(self.cost(status).seconds(workers, batch.max(), batch.sum(), kv.max()))

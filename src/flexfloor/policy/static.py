@@ -19,7 +19,7 @@ class StaticPolicy:
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
         in_flight = {w.worker: w.live_requests for w in status.workers if w.active}
         assignment: dict[int, list[str]] = {worker: [] for worker in in_flight}
-        home = {r.group: w.worker for w in status.active_workers() for r in w.requests}
+        home = {r.group: w.worker for w in status.active_workers() for r in status.requests_on(w.worker)}
         for request in queue:
             group = request.request_id.rpartition("/")[0]
             worker = home.get(group) if self._grouped else None

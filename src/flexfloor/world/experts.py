@@ -55,6 +55,11 @@ def place_contiguous(moe_layers: int, experts: int, workers: int, epoch: int = 0
     """
     if workers > experts:
         raise InputError(f"workers is {workers} but the model has {experts} experts a layer; give at most {experts}")
+    return spread_experts(moe_layers, experts, workers, epoch)
+
+
+def spread_experts(moe_layers: int, experts: int, workers: int, epoch: int = 0) -> ExpertPlacement:
+    """As `place_contiguous`, for any number of workers: with more of them than experts, some have none of a layer."""
     worker = np.empty((moe_layers, experts), dtype=np.int32)
     slot = np.empty_like(worker)
     used = np.zeros(workers, dtype=np.int32)

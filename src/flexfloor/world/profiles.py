@@ -32,6 +32,7 @@ class DeviceProfile:
     memory_bytes: float = 120e9  # of one worker, for weights, KV and reserve
     reserve_bytes: float = 6e9  # of these, for activations and buffers
     switch_s: float = 0.5  # seconds of every resize beside what it moves
+    pause_s: float = 0.02  # seconds of moves that leave the group as it is, beside what they move
     move_bytes_per_s: float = 40e9  # experts and KV between workers, a worker
     row_s: float = 0.0  # seconds of every row on its worker, of any model: bookkeeping, sampling
     cores: float = math.inf  # devices that all workers share; inf: each worker has its own
@@ -43,12 +44,13 @@ class MoveCosts:
     """What moving takes, as plans count it; the defaults are of the order of a CPU machine.
 
     bytes_per_s: between workers. recompute_tokens_per_s: of prefill, by which a request is computed again instead.
-    switch_s: seconds of every resize beside what it moves.
+    switch_s: seconds of every resize beside what it moves; pause_s: the same of moves that leave the group as it is.
     """
 
     bytes_per_s: float = 1e9
     recompute_tokens_per_s: float = 5e3
     switch_s: float = 0.05
+    pause_s: float = 0.02
 
     @classmethod
     def of(cls, profile: DeviceProfile, shape: ModelShape) -> MoveCosts:
@@ -56,7 +58,7 @@ class MoveCosts:
         dense = (shape.dense_bytes - shape.lookup_bytes) / shape.itemsize
         experts = shape.all_expert_bytes / shape.itemsize * shape.top_k / shape.experts
         token_s = 2 * (dense + experts) / profile.flops + profile.row_s
-        return cls(profile.move_bytes_per_s, 1 / token_s, profile.switch_s)
+        return cls(profile.move_bytes_per_s, 1 / token_s, profile.switch_s, profile.pause_s)
 
 
 def load_profile(source: str | Path) -> DeviceProfile:

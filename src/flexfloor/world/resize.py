@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from flexfloor.world.experts import ExpertPlacement
 from flexfloor.world.memory import format_bytes
 from flexfloor.world.status import FleetStatus
 
-_COSTS = MoveCosts()
+_MANY = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,12 @@ class RequestMove:
 
 @dataclass(frozen=True)
 class ResizePlan:
-    """members: active workers afterwards, ascending. placement: afterwards, in the epoch that the plan leads to."""
+    """members: active workers afterwards, ascending. placement: afterwards, in the epoch that the plan leads to.
+
+    predicted: what the decision counted with, by name; of those that it has, the ledger shows what became of them:
+    stall_s (of this change), remaining_s (from its end to the end of the rollout), remaining_occupied_s (worker-seconds
+    of the same time). Others (saved_worker_s, …) stand alone.
+    """
 
     members: tuple[int, ...]
     leaving: tuple[int, ...]
@@ -55,6 +60,7 @@ class ResizePlan:
     expert_moves: tuple[ExpertMove, ...] = ()
     request_moves: tuple[RequestMove, ...] = ()
     reason: str = ""
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         def workers(numbers: Sequence[int]) -> str:
@@ -77,13 +83,15 @@ def plan_shrink(
     leaving: Collection[int],
     homes: Mapping[str, int] | None = None,
     reason: str = "",
-    costs: MoveCosts = _COSTS,
+    predicted: Mapping[str, float] | None = None,
+    costs: MoveCosts | None = None,
 ) -> ResizePlan:
     """The plan by which `leaving` workers leave.
 
     homes: request id → worker for requests that move, also between workers that stay; those of leaving workers that it
     does not name go, largest KV first, to the worker that will have the most pages free. Experts of leaving workers go
-    where the fewest tokens were computed for their layer. costs: by which KV moves or is computed again.
+    where the fewest tokens were computed for their layer. costs: by which KV moves or is computed again; those of
+    `status` by default.
     Raises PlanRefusedError when it does not fit.
     """
     gone = set(leaving)
@@ -93,19 +101,23 @@ def plan_shrink(
     _check_leaving(gone, members, status)
     placement, expert_moves = _shrink_experts(status, gone, members)
     slots = {w: max(status.workers[w].slots, placement.slots_needed(w)) for w in members}
-    request_moves = plan_request_moves(status, gone, homes or {}, slots, costs)
-    plan = ResizePlan(members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason)
+    request_moves = plan_request_moves(status, gone, homes or {}, slots, costs or status.move_costs)
+    plan = ResizePlan(members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason, predicted or {})
     check_plan(plan, status)
     return plan
 
 
 def plan_moves(
-    status: FleetStatus, homes: Mapping[str, int], reason: str = "", costs: MoveCosts = _COSTS
+    status: FleetStatus,
+    homes: Mapping[str, int],
+    reason: str = "",
+    predicted: Mapping[str, float] | None = None,
+    costs: MoveCosts | None = None,
 ) -> ResizePlan:
     """Requests move, nobody leaves. homes: request id → worker. Raises PlanRefusedError."""
     slots = {w: status.workers[w].slots for w in status.active}
-    moves = plan_request_moves(status, set(), homes, slots, costs)
-    plan = ResizePlan(status.active, (), (), status.placement, (), tuple(moves), reason)
+    moves = plan_request_moves(status, set(), homes, slots, costs or status.move_costs)
+    plan = ResizePlan(status.active, (), (), status.placement, (), tuple(moves), reason, predicted or {})
     check_plan(plan, status)
     return plan
 
@@ -146,8 +158,8 @@ def _shrink_experts(
     old = status.placement
     worker, slot = old.worker.copy(), old.slot.copy()
     load = status.expert_load
-    work = {m: np.where(old.worker == m, load, 0).sum(axis=1) for m in members}
-    count = {m: int((old.worker == m).sum()) for m in members}
+    work = np.stack([np.where(old.worker == m, load, 0).sum(axis=1) for m in members])
+    count = np.array([(old.worker == m).sum() for m in members])
     free = {m: _free_slots(old, m) for m in members}
     beyond = {m: old.slots_needed(m) for m in members}
     # Slots may not take the pages in use now, nor those of the longest request; of the pages that the leaving workers
@@ -155,22 +167,24 @@ def _shrink_experts(
     keep = status.pages_for(status.longest_tokens)
     moving = sum(status.workers[w].kv_pages_used for w in leaving) // len(members)
     used = {m: status.workers[m].kv_pages_used for m in members}
-    room = {m: _slots_beside(status, m, max(keep, used[m] + moving)) for m in members}
-    least_room = {m: _slots_beside(status, m, max(keep, used[m])) for m in members}
+    room = np.array([_slots_beside(status, m, max(keep, used[m] + moving)) for m in members])
+    least_room = np.array([_slots_beside(status, m, max(keep, used[m])) for m in members])
     moves = []
     layers, experts = np.nonzero(np.isin(old.worker, sorted(leaving)))
     order = np.argsort(-load[layers, experts], kind="stable")
     for layer, expert in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
-        fitting = [m for m in members if count[m] < room[m]] or [m for m in members if count[m] < least_room[m]]
-        target = min(fitting or members, key=lambda m: (work[m][layer], count[m], m))
+        fitting = next((f for f in (count < room, count < least_room) if f.any()), count >= 0)
+        least = fitting & (work[:, layer] == work[fitting, layer].min())
+        index = int(np.where(least, count, _MANY).argmin())  # the first of equals
+        target = members[index]
         if free[target]:
             arrival = free[target].pop(0)
         else:
             arrival, beyond[target] = beyond[target], beyond[target] + 1
         moves.append(ExpertMove(layer, expert, int(old.worker[layer, expert]), target, arrival))
         worker[layer, expert], slot[layer, expert] = target, arrival
-        work[target][layer] += load[layer, expert]
-        count[target] += 1
+        work[index, layer] += load[layer, expert]
+        count[index] += 1
     return ExpertPlacement(status.epoch + 1, worker, slot), moves
 
 
@@ -194,14 +208,13 @@ def plan_request_moves(
             raise PlanRefusedError(f"request {name} is not live; it cannot move")
     members = [w for w in slots if w not in leaving]
     room = {w: status.pages_beside(w, slots[w]) - status.workers[w].kv_pages_used for w in members}
-    owed = {w: sum(_later_pages(r, status) for r in status.workers[w].requests) for w in members}
-    running = {w: sum(r.kv_pages > 0 for r in status.workers[w].requests) for w in members}
-    present = {w: {r.group for r in status.workers[w].requests if r.shared_pages and r.decoding} for w in members}
+    owed = {w: sum(_later_pages(r, status) for r in status.requests_on(w)) for w in members}
+    running = {w: sum(r.kv_pages > 0 for r in status.requests_on(w)) for w in members}
+    present = {w: {r.group for r in status.requests_on(w) if r.shared_pages and r.decoding} for w in members}
     movers: list[tuple[RequestStatus, int]] = [
-        (r, w.worker)
-        for w in status.workers
-        for r in w.requests
-        if (w.worker in leaving and homes.get(r.request_id) is None) or homes.get(r.request_id, w.worker) != w.worker
+        (r, w)
+        for w, r in status.requests.values()
+        if (w in leaving and homes.get(r.request_id) is None) or homes.get(r.request_id, w) != w
     ]
     moves = []
     for request, source in sorted(movers, key=lambda entry: (-entry[0].kv_pages, entry[0].request_id)):
@@ -296,10 +309,11 @@ def _check_experts(plan: ResizePlan, status: FleetStatus) -> None:
         layer, expert = min(changed ^ set(moving))
         raise PlanRefusedError(f"expert {expert} of layer {layer}: its moves and the placement disagree")
     landing: dict[int, set[int]] = defaultdict(set)
+    taken = {w: set(old.slot[old.worker == w].tolist()) for w in {m.target for m in plan.expert_moves}}
     for (layer, expert), move in moving.items():
         if move.target != new.worker[layer, expert] or move.source not in (None, old.worker[layer, expert]):
             raise PlanRefusedError(f"expert {expert} of layer {layer}: its moves and the placement disagree")
-        if move.slot < 0 or move.slot in landing[move.target] or move.slot in old.slot[old.worker == move.target]:
+        if move.slot < 0 or move.slot in landing[move.target] or move.slot in taken[move.target]:
             raise PlanRefusedError(f"slot {move.slot} of worker {move.target} is taken")
         landing[move.target].add(move.slot)
     for worker in plan.members:
@@ -324,11 +338,14 @@ def _check_requests(plan: ResizePlan, status: FleetStatus) -> None:
             raise PlanRefusedError(f"request {move.request_id} has no complete KV to move")
         moved.add(move.request_id)
     for worker in plan.leaving:
-        if stranded := [r.request_id for r in status.workers[worker].requests if r.request_id not in moved]:
+        if stranded := [r.request_id for r in status.requests_on(worker) if r.request_id not in moved]:
             raise PlanRefusedError(f"request {stranded[0]} would be left on worker {worker}")
-    for worker in plan.members:
-        here = {r.request_id for r in status.workers[worker].requests if r.kv_pages > 0} - moved
-        arriving = [m.request_id for m in plan.request_moves if m.target == worker and m.with_kv]
+    landing: dict[int, list[str]] = defaultdict(list)
+    for move in plan.request_moves:
+        if move.with_kv:
+            landing[move.target].append(move.request_id)
+    for worker, arriving in landing.items():
+        here = {r.request_id for r in status.requests_on(worker) if r.kv_pages > 0} - moved
         if arriving and len(here) + len(arriving) > status.max_batch:
             raise PlanRefusedError(
                 f"request {arriving[-1]} cannot run on worker {worker}: it runs {status.max_batch} at most"
@@ -336,15 +353,18 @@ def _check_requests(plan: ResizePlan, status: FleetStatus) -> None:
 
 
 def _check_memory(plan: ResizePlan, status: FleetStatus) -> None:
+    landing: dict[int, int] = defaultdict(int)
+    for move in plan.expert_moves:
+        landing[move.target] = max(landing[move.target], move.slot + 1)
+    incoming = incoming_pages(plan, status)
     for worker in plan.members:
         state = status.workers[worker]
-        landing = max((m.slot + 1 for m in plan.expert_moves if m.target == worker), default=0)
         final = plan.placement.slots_needed(worker)
-        during = status.pages_beside(worker, max(state.slots, landing))
-        need = (state.kv_pages_used if state.active else 0) + incoming_pages(plan, status, worker)
+        during = status.pages_beside(worker, max(state.slots, landing[worker]))
+        need = (state.kv_pages_used if state.active else 0) + incoming[worker]
         if need > during:
             raise PlanRefusedError(
-                f"worker {worker} lacks memory: {max(state.slots, landing)} expert slots leave "
+                f"worker {worker} lacks memory: {max(state.slots, landing[worker])} expert slots leave "
                 f"{max(0, during)} KV pages, {need} are needed; {format_bytes(state.arena_bytes)} for both"
             )
         alone = status.pages_for(status.longest_tokens)
@@ -355,14 +375,16 @@ def _check_memory(plan: ResizePlan, status: FleetStatus) -> None:
             )
 
 
-def incoming_pages(plan: ResizePlan, status: FleetStatus, worker: int) -> int:
-    """Most KV pages that the moves bring to `worker`; siblings' shared ones once."""
-    present = {r.group for r in status.workers[worker].requests if r.shared_pages and r.decoding}
-    pages = 0
+def incoming_pages(plan: ResizePlan, status: FleetStatus) -> dict[int, int]:
+    """Most KV pages that the moves bring to each worker; siblings' shared ones once."""
+    present: dict[int, set[str]] = {}
+    pages: dict[int, int] = defaultdict(int)
     for move in plan.request_moves:
-        if move.target == worker and move.with_kv:
-            request = status.requests[move.request_id][1]
-            pages += request.kv_pages - _shared(request, present)
+        if move.with_kv:
+            request, worker = status.requests[move.request_id][1], move.target
+            if worker not in present:
+                present[worker] = {r.group for r in status.requests_on(worker) if r.shared_pages and r.decoding}
+            pages[worker] += request.kv_pages - _shared(request, present[worker])
             if request.shared_pages:
-                present.add(request.group)
+                present[worker].add(request.group)
     return pages

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from flexfloor.progress import ModelShape, RequestStatus, WorkerStatus
+from flexfloor.progress import LiveRequests, ModelShape, RequestStatus, WorkerStatus
+from flexfloor.world.costs import MoveCosts
 from flexfloor.world.experts import ExpertPlacement
 
 
@@ -18,9 +19,10 @@ class FleetStatus:
 
     epoch: membership epoch; iteration: since `start`; page_tokens, page_bytes: of one KV page;
     longest_tokens: of the longest request that is known and not finished, prompt and response;
-    max_batch: most running requests of a worker; placement: of this epoch;
-    expert_load: int64 [moe_layers, experts], tokens sent to each expert since `start`;
-    iteration_s: mean seconds of the last advance's iterations, 0 before the first.
+    max_batch: most running requests of a worker; prefill_tokens: most prompt tokens that it computes in an iteration;
+    placement: of this epoch; expert_load: int64 [moe_layers, experts], tokens sent to each expert since `start`;
+    iteration_s: mean seconds of the last advance's iterations, 0 before the first; clock_s: the fleet's time now;
+    move_costs: what resizes take here, as far as it is known; table: the live requests, None where `workers` has them.
     """
 
     model: ModelShape
@@ -34,6 +36,10 @@ class FleetStatus:
     placement: ExpertPlacement
     expert_load: np.ndarray
     iteration_s: float = 0.0
+    prefill_tokens: int = 512
+    clock_s: float = 0.0
+    move_costs: MoveCosts = MoveCosts()
+    table: LiveRequests | None = None
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -42,7 +48,21 @@ class FleetStatus:
     @cached_property
     def requests(self) -> dict[str, tuple[int, RequestStatus]]:
         """Live requests: id → (worker, status)."""
-        return {r.request_id: (w.worker, r) for w in self.workers for r in w.requests}
+        return {r.request_id: (worker, r) for worker, r in self.live_requests.rows()}
+
+    @cached_property
+    def live_requests(self) -> LiveRequests:
+        return self.table if self.table is not None else LiveRequests.of(self.workers)
+
+    def requests_on(self, worker: int) -> tuple[RequestStatus, ...]:
+        return self._by_worker.get(worker, ())
+
+    @cached_property
+    def _by_worker(self) -> dict[int, tuple[RequestStatus, ...]]:
+        found: dict[int, list[RequestStatus]] = {}
+        for worker, request in self.requests.values():
+            found.setdefault(worker, []).append(request)
+        return {worker: tuple(own) for worker, own in found.items()}
 
     @property
     def live(self) -> int:

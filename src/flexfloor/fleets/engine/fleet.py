@@ -371,6 +371,8 @@ class EngineFleet(Fleet):
             workers=tuple(self._status[w] for w in sorted(self._status)),
             placement=self._placement,
             iteration_s=self._iteration_s,
+            prefill_tokens=self._settings.prefill_tokens,
+            clock_s=self.clock(),
             expert_load=sum(self._load.values(), np.zeros(self._placement.worker.shape, dtype=np.int64)),
         )
 

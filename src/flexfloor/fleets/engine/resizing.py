@@ -183,6 +183,7 @@ class ResizeRun:
             commit_s=commit_s,
             reason=plan.reason,
             left_live=tuple(w for w in plan.leaving if self._status.workers[w].live_requests),
+            predicted=plan.predicted,
             failed=failed,
         )
 

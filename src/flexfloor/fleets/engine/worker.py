@@ -192,11 +192,17 @@ class Worker:
             records.append((seconds, len(chunks), prefill_tokens, kv_tokens, touched, int(overran)))
             self.iteration += 1
         self.note_memory()
+        report = tuple(self._report())
         columns = list(zip(*records, strict=True)) if records else [()] * 6
         arrays = [np.array(c, dtype=np.int64) for c in columns[1:]]
         return ChunkResult(
-            WorkerIterations(self.config.worker, np.array(columns[0], dtype=np.float64), *arrays),
-            tuple(self._report()),
+            WorkerIterations(
+                self.config.worker,
+                np.array(columns[0], dtype=np.float64),
+                *arrays,
+                tokens=sum(len(r.tokens) for r in report),
+            ),
+            report,
             tuple(preemptions),
             self.status(),
             self.model.experts.load,
@@ -285,6 +291,7 @@ class Worker:
                     np.array(sequence.logprobs[-fresh:], dtype=np.float32),
                     sequence.finish_reason,
                     sequence.finish_iteration,
+                    sequence.response_length,
                 )
                 sequence.reported += fresh
         self._finished = []

@@ -1,0 +1,135 @@
+"""Which worker takes which request: compiled loops over arrays, the same for every caller and fleet size."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexfloor.world.jit import numba
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _peak(tokens, left, count):
+    """Most tokens that requests hold together from now on; sorted by `left`, the shortest first. Each gains one an
+    iteration and gives all back at its end: the most are held just before one ends."""
+    held, most = 0.0, 0.0
+    for i in range(count - 1, -1, -1):
+        held += tokens[i]
+        most = max(most, held + (count - i) * left[i])
+    return most
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _insert(tokens, left, count, new_tokens, new_left):
+    at = count
+    while at > 0 and left[at - 1] > new_left:
+        tokens[at], left[at] = tokens[at - 1], left[at - 1]
+        at -= 1
+    tokens[at], left[at] = new_tokens, new_left
+    return at
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _take_out(tokens, left, count, at):
+    for i in range(at, count - 1):
+        tokens[i], left[i] = tokens[i + 1], left[i + 1]
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _fill(tokens, left, counts, held_tokens, held_left, held_worker):
+    order = np.argsort(held_left)
+    for i in order:
+        w = held_worker[i]
+        tokens[w, counts[w]], left[w, counts[w]] = held_tokens[i], held_left[i]
+        counts[w] += 1
+
+
+@numba.njit(cache=True, error_model="numpy")
+def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, limit, max_batch, skips, force):
+    """Home of each new request, in their order: the worker whose forecast peak leaves the most of its limit.
+
+    held_*: of live requests, float64 [n] and the worker's place in `limit`, int64 [n]. new_tokens, new_left: float64
+    [k]. limit: float64 [workers], tokens that may be held at once. max_batch: most requests of a worker. skips: requests
+    that may be passed over because they do not fit, before the rest waits. force: whether all get a home, fitting or
+    not. Returns int64 [k], -1 for those that wait. A worker with nothing takes a request whatever its size.
+    """
+    workers, most = len(limit), max_batch
+    counts = np.zeros(workers, dtype=np.int64)
+    for w in held_worker:
+        counts[w] += 1
+    most = max(most, counts.max()) + (len(new_tokens) if force else 1)
+    counts[:] = 0
+    tokens, left = np.empty((workers, most)), np.empty((workers, most))
+    _fill(tokens, left, counts, held_tokens, held_left, held_worker)
+    peaks = np.zeros(workers)
+    for w in range(workers):
+        peaks[w] = _peak(tokens[w], left[w], counts[w])
+    homes = np.full(len(new_tokens), -1)
+    for i in range(len(new_tokens)):
+        best = -1
+        for w in range(workers):
+            if counts[w] < max_batch and (
+                best < 0
+                or limit[w] - peaks[w] > limit[best] - peaks[best]
+                or (limit[w] - peaks[w] == limit[best] - peaks[best] and counts[w] < counts[best])
+            ):
+                best = w
+        if best < 0:
+            break
+        at = _insert(tokens[best], left[best], counts[best], new_tokens[i], new_left[i])
+        peak = _peak(tokens[best], left[best], counts[best] + 1)
+        if peak <= limit[best] or counts[best] == 0 or force:
+            counts[best] += 1
+            peaks[best] = peak
+            homes[i] = best
+        else:
+            _take_out(tokens[best], left[best], counts[best] + 1, at)
+            skips -= 1
+            if skips < 0:
+                break
+    return homes
+
+
+@numba.njit(cache=True, error_model="numpy")
+def peaks_of(held_tokens, held_left, held_worker, workers):
+    """Forecast peak of each worker, float64 [workers]; arguments as in `bind_least_peak`."""
+    counts = np.zeros(workers, dtype=np.int64)
+    for w in held_worker:
+        counts[w] += 1
+    most = max(counts.max(), 1)
+    tokens, left = np.empty((workers, most)), np.empty((workers, most))
+    counts[:] = 0
+    _fill(tokens, left, counts, held_tokens, held_left, held_worker)
+    found = np.empty(workers)
+    for w in range(workers):
+        found[w] = _peak(tokens[w], left[w], counts[w])
+    return found
+
+
+@numba.njit(cache=True, error_model="numpy")
+def even_out(tokens, worker, movable, limit, max_batch, tolerance):
+    """New home of each request so that no worker holds much more than the others: int64 [n].
+
+    tokens: float64 [n]; worker: int64 [n], place in `limit`; movable: bool [n]; limit: tokens a worker may hold. The
+    largest first, from workers above (1 + tolerance) · mean to the emptiest one, where that makes a difference.
+    """
+    workers = len(limit)
+    held, counts = np.zeros(workers), np.zeros(workers, dtype=np.int64)
+    for i in range(len(tokens)):
+        held[worker[i]] += tokens[i]
+        counts[worker[i]] += 1
+    mean = held.sum() / workers
+    homes = worker.copy()
+    for i in np.argsort(-tokens, kind="mergesort"):
+        source = homes[i]
+        if not movable[i] or held[source] <= (1 + tolerance) * mean or counts[source] < 2:
+            continue
+        target = held.argmin()
+        after = held[target] + tokens[i]
+        if counts[target] >= max_batch or after > limit[target] or after >= held[source] - 0.3 * tokens[i]:
+            continue
+        held[source] -= tokens[i]
+        held[target] = after
+        counts[source] -= 1
+        counts[target] += 1
+        homes[i] = target
+    return homes

@@ -1,0 +1,99 @@
+"""What policies keep of a rollout's requests: one row each, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexfloor.progress import Progress
+from flexfloor.requests import Request
+from flexfloor.world.lengths.base import Lengths
+from flexfloor.world.status import FleetStatus
+
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The live requests of a fleet, in the order of `FleetStatus.live_requests`.
+
+    rows, worker, generated, pages, own_pages: int64 [n]; own_pages without those that siblings share. tokens: float64
+    [n], prompt and response, with half a page for the last one that is not full.
+    """
+
+    rows: np.ndarray
+    worker: np.ndarray
+    generated: np.ndarray
+    tokens: np.ndarray
+    pages: np.ndarray
+    own_pages: np.ndarray
+    decoding: np.ndarray
+
+
+class Book:
+    """Rows number requests in the order of their arrival.
+
+    prompt, total: int64 [rows]; total is the length of a response that has ended, -1 before. waiting: rows that are not
+    bound, in order of arrival.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        self.lengths = lengths
+        self.requests: list[Request] = []
+        self.waiting: list[int] = []
+        self.prompt = np.zeros(0, dtype=np.int64)
+        self.total = np.zeros(0, dtype=np.int64)
+        self.prefill = np.zeros(0)
+        self._rows: dict[str, int] = {}
+
+    def take(self, queue: Sequence[Request]) -> bool:
+        """Note what has arrived since: the end of the queue. Returns whether something has."""
+        fresh = queue[len(self.waiting) :]
+        if not fresh:
+            return False
+        self.lengths.add(fresh)
+        first = len(self.requests)
+        self.requests += fresh
+        self.waiting += range(first, len(self.requests))
+        self._rows |= {r.request_id: first + i for i, r in enumerate(fresh)}
+        tokens = np.array([len(r.prompt_tokens) for r in fresh], dtype=np.int64)
+        self.prompt = np.concatenate([self.prompt, tokens])
+        self.total = np.concatenate([self.total, np.full(len(fresh), -1)])
+        _, group, siblings = np.unique([r.request_id.rpartition("/")[0] for r in fresh], return_inverse=True, return_counts=True)
+        self.prefill = np.concatenate([self.prefill, tokens / siblings[group]])
+        return True
+
+    def bind(self, rows: Sequence[int]) -> None:
+        """These do not wait any more."""
+        bound = set(rows)
+        self.waiting = [row for row in self.waiting if row not in bound]
+
+    def observe(self, progress: Progress) -> None:
+        """Learn from the responses that have ended."""
+        ended = [p for p in progress.requests if p.finish_reason is not None and p.request_id in self._rows]
+        if ended:
+            rows = np.array([self._rows[p.request_id] for p in ended], dtype=np.int64)
+            tokens = np.array([p.response_tokens for p in ended], dtype=np.int64)
+            self.total[rows] = tokens
+            self.lengths.finished(rows, tokens)
+
+    def row(self, request_id: str) -> int:
+        return self._rows[request_id]
+
+    def live(self, status: FleetStatus) -> Live:
+        table = status.live_requests
+        rows = np.fromiter(map(self._rows.__getitem__, table.ids), dtype=np.int64, count=len(table.ids))
+        tokens = table.prompt_tokens + table.response_tokens + status.page_tokens / 2
+        own = table.kv_pages - table.shared_pages
+        return Live(rows, table.worker, table.response_tokens, tokens, table.kv_pages, own, table.decoding)
+
+    def left(self, rows: np.ndarray, generated: np.ndarray, shift: float = 0.0, reserve: float = 0.0) -> np.ndarray:
+        """A draw of the tokens that each still generates: float64 [n].
+
+        Every row has a level of its own, spread evenly over all rows, so that sums over many are those of the forecast;
+        another `shift` makes another draw. reserve: share by which levels are raised towards the longest.
+        """
+        level = np.modf((rows + 1) * _GOLDEN + shift)[0]
+        return self.lengths.remaining(rows, generated, level + (1 - level) * reserve)

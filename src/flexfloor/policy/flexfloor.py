@@ -1,0 +1,209 @@
+"""The policy that looks ahead: a start on as many workers as pay, and workers that leave while the others generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexfloor.errors import PlanRefusedError
+from flexfloor.policy.binding import bind_least_peak, peaks_of
+from flexfloor.policy.planned import PlannedPolicy
+from flexfloor.requests import Request
+from flexfloor.world.costs import DeviceProfile
+from flexfloor.world.lengths.base import ForcedLengths, Lengths
+from flexfloor.world.lookahead import PRICES, Batch, Outlook
+from flexfloor.world.resize import ResizePlan, plan_shrink
+from flexfloor.world.status import FleetStatus
+
+_DRAWS = 3  # of the forecast, that plans are compared on
+_SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
+_MARGIN = 0.75  # of the slowdown that is allowed, which plans may count on
+_EVERY = 1e9  # price of a second at which only time counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A way to go on: on `workers` workers, fewer later where `price` says so; means over the draws."""
+
+    workers: int
+    price: float
+    seconds: float
+    occupied_s: float
+
+
+class FlexFloorPolicy(PlannedPolicy):
+    """Consolidates live requests on fewer and fewer workers, as far as time allows.
+
+    At each decision, what is left is rolled forward on every size of group that memory allows, with later shrinks
+    under a range of prices of time, on several draws of the forecast. Of those by which the whole rollout takes at most
+    1 + max_slowdown times as long as on all workers from its start, the least occupied one is taken; who has the most
+    KV stays. Nobody leaves unless the worker-seconds saved are more than those that the change stalls.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        profile: DeviceProfile,
+        max_slowdown: float,
+        min_workers: int = 1,
+        time_scale: float = 1.0,
+    ) -> None:
+        super().__init__(lengths, profile, "flexfloor")
+        self._max_slowdown, self._min_workers = max_slowdown, min_workers
+        self._certain = isinstance(lengths, ForcedLengths)
+        self._scale = time_scale  # seconds of the fleet for one of the cost model
+        self._settled = False
+        self._origin: tuple[float, np.ndarray, np.ndarray] | None = None  # clock, generated and rows at that time
+
+    def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
+        if self.book.take(queue):
+            self._choose_order(status)
+            self._begin(status)
+            self._next = 0
+        self._settle(status)
+        if (not self.book.waiting and status.live == 0) or not self.is_due(status):
+            return None
+        return self._shrink(status) or self.even_out(status)
+
+    def _begin(self, status: FleetStatus) -> None:
+        """From here on, and with what is there to do now, the slowdown is reckoned."""
+        live = self.book.live(status)
+        rows = np.concatenate([live.rows, np.array(self.book.waiting, dtype=np.int64)])
+        done = np.concatenate([live.generated, np.zeros(len(self.book.waiting), dtype=np.int64)])
+        self._origin = (status.clock_s, done, rows)
+
+    def _settle(self, status: FleetStatus) -> None:
+        """How much longer an iteration takes than one of a pooled batch on the device of the profile."""
+        if not status.live or status.iteration_s <= 0:
+            return
+        table, workers = status.live_requests, len(status.active)
+        tokens = float((table.prompt_tokens + table.response_tokens).sum())
+        each = -(-status.live // workers)
+        kv = max(tokens / workers, tokens / status.live)
+        expected = float(self.cost(status).seconds(workers, min(each, status.live), status.live, kv))
+        ratio = status.iteration_s / expected
+        self._scale += (ratio - self._scale) * (_SETTLE if self._settled else 1.0)
+        self._settled = True
+
+    def _shrink(self, status: FleetStatus) -> ResizePlan | None:
+        active = len(status.active)
+        if active <= self._min_workers or self._origin is None:
+            return None
+        ahead, live = self.ahead(status), self.book.live(status)
+        waiting = self._in_order(np.array(self.book.waiting, dtype=np.int64))
+        draws = [self.batch(live, waiting, d / _DRAWS) for d in range(1 if self._certain else _DRAWS)]
+        whole = [self._whole(d / _DRAWS, status) for d in range(len(draws))]
+        reference = float(np.mean([ahead.roll(b, len(status.workers)).seconds for b in whole])) * self._scale
+        limit = reference * (1 + _MARGIN * self._max_slowdown) - (status.clock_s - self._origin[0])
+
+        stay = self._option(draws, active, np.inf, status)
+        sizes = [m for m in ahead.sizes.tolist() if self._min_workers <= m < active]
+        best: _Option | None = None
+        for workers in sizes:
+            for price in (np.inf, *reversed(PRICES)):
+                option = self._option(draws, workers, price, status)
+                if option.seconds > max(limit, 0.0) and option.seconds > stay.seconds:
+                    break
+                if best is None or option.occupied_s < best.occupied_s:
+                    best = option
+        return None if best is None else self._plan(best, stay, status)
+
+    def _option(self, draws: Sequence[Batch], workers: int, price: float, status: FleetStatus) -> _Option:
+        ahead, active = self.ahead(status), len(status.active)
+        found: list[Outlook] = [ahead.roll(b, workers, price=price) for b in draws]
+        stall = self._stall_s(workers, status) if workers < active and status.iteration > 0 else 0.0
+        seconds = self._scale * float(np.mean([o.seconds for o in found])) + stall
+        occupied = self._scale * float(np.mean([o.occupied_s for o in found])) + active * stall
+        return _Option(workers, price, seconds, occupied)
+
+    def _whole(self, shift: float, status: FleetStatus) -> Batch:
+        """All that there was to do at the origin, by what is known now."""
+        assert self._origin is not None
+        _, done, rows = self._origin
+        totals = self.book.total[rows].astype(np.float64)
+        now = np.zeros(len(self.book.total), dtype=np.int64)
+        live = self.book.live(status)
+        now[live.rows] = live.generated
+        open_ = totals < 0
+        totals[open_] = now[rows[open_]] + self.book.left(rows[open_], now[rows[open_]], shift)
+        left, tokens = np.maximum(totals - done, 1.0), self.book.prompt[rows] + done.astype(np.float64)
+        begun = done > 0
+        rank = np.argsort(-left, kind="stable") if self._longest_first else np.arange(len(rows))
+        waits = rank[~begun[rank]]
+        return Batch(tokens[begun], left[begun], tokens[waits], left[waits], self.book.prefill[rows[waits]])
+
+    def _stall_s(self, workers: int, status: FleetStatus) -> float:
+        """Seconds of a change to so many workers: its fixed part, and what each one that stays takes in."""
+        active, costs = len(status.active), status.move_costs
+        share = 1 / workers - 1 / active
+        kv = sum(w.kv_pages_used for w in status.active_workers()) * status.page_bytes
+        return costs.switch_s + share * (status.model.all_expert_bytes + kv) / costs.bytes_per_s
+
+    def _plan(self, option: _Option, stay: _Option, status: FleetStatus) -> ResizePlan | None:
+        """The plan by which `option.workers` stay, or some more where what is live does not fit on those."""
+        saved = stay.occupied_s - option.occupied_s
+        if saved <= 0 or not self._pays(option.workers, status):
+            return None
+        by_kv = sorted(status.active, key=lambda w: (-status.workers[w].kv_pages_used, w))
+        for count in range(option.workers, len(status.active)):
+            stay_on = sorted(by_kv[:count])
+            homes = self._homes(stay_on, status)
+            if homes is None:
+                continue
+            predicted = {
+                "stall_s": self._stall_s(count, status),
+                "remaining_s": option.seconds - (self._stall_s(count, status) if status.iteration else 0.0),
+                "remaining_occupied_s": option.occupied_s,
+                "saved_worker_s": saved,
+            }
+            reason = f"{count} are enough for what is left; saves {saved:.3g} worker-s of {stay.occupied_s:.3g}"
+            try:
+                return plan_shrink(status, sorted(by_kv[count:]), homes, reason, predicted)
+            except PlanRefusedError:
+                continue
+        return None
+
+    def _pays(self, workers: int, status: FleetStatus) -> bool:
+        """Whether leaving now is worth its stall by the time that half of what is live has ended."""
+        if status.iteration == 0:
+            return True
+        live, active = self.book.live(status), len(status.active)
+        if not len(live.rows):
+            return True
+        left = float(np.median(self.book.left(live.rows, live.generated)))
+        tokens, count = float(live.tokens.sum()), len(live.rows)
+        cost = self.cost(status)
+        now, then = (
+            cost.seconds(m, min(-(-count // m), count), count, max(tokens / m, tokens / count))
+            for m in (active, workers)
+        )
+        saved = self._scale * (active * now - workers * then) * left
+        return saved > active * self._stall_s(workers, status)
+
+    def _homes(self, members: Sequence[int], status: FleetStatus) -> dict[str, int] | None:
+        """Homes of the requests of those who leave, the largest first, where they leave the most room; None when the
+        forecast peaks do not fit."""
+        live = self.book.live(status)
+        left = self.book.left(live.rows, live.generated)
+        place = np.full(len(status.workers), -1)
+        place[list(members)] = np.arange(len(members))
+        here, slots = place[live.worker], -(-status.placement.worker.size // len(members))
+        limit = np.array(
+            [status.pages_beside(w, max(slots, status.workers[w].slots)) * status.page_tokens for w in members], float
+        )
+        movers = np.nonzero(here < 0)[0]
+        movers = movers[np.argsort(-live.tokens[movers], kind="stable")]
+        stays = here >= 0
+        homes = bind_least_peak(
+            live.tokens[stays], left[stays], here[stays], live.tokens[movers], left[movers], limit,
+            status.max_batch, 0, True,
+        )  # fmt: skip
+        if (homes < 0).any():
+            return None
+        here[movers] = homes
+        if (peaks_of(live.tokens, left, here, len(members)) > limit).any():
+            return None
+        names = status.live_requests.ids
+        return {names[i]: members[here[i]] for i in movers.tolist()}

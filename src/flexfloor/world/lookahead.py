@@ -1,0 +1,273 @@
+"""Looking ahead: how long a batch would take from here, and what it would occupy, on so many workers.
+
+The batch is pooled: all workers together hold what is live, perfectly balanced, and requests move for free between
+them; what differs from worker to worker is `world.batch`'s. Time goes in steps of some iterations, in which ends of
+requests are counted by bins, so that a look costs steps, not tokens or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexfloor.world.costs import IterationCost, MoveCosts, seconds_core
+from flexfloor.world.jit import numba
+
+_BINS = 192  # steps that the longest remaining response is divided into
+_RING = 512
+_FILL = 0.97  # of the KV memory that is ever planned to be full
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests as look-ahead sees them, float64 arrays.
+
+    kv, left: of each live one, tokens it holds and those it still generates. wait_kv, wait_left: of each waiting one,
+    in the order in which they are taken in: tokens it holds once it is computed, and those it generates after that.
+    wait_prefill: tokens to compute for it; of a prompt that siblings share, its share.
+    """
+
+    kv: np.ndarray
+    left: np.ndarray
+    wait_kv: np.ndarray
+    wait_left: np.ndarray
+    wait_prefill: np.ndarray
+
+    @property
+    def longest(self) -> float:
+        """Most iterations that one of the requests still takes."""
+        return float(max(self.left.max(initial=0.0), self.wait_left.max(initial=0.0)))
+
+    @property
+    def size(self) -> int:
+        return len(self.kv) + len(self.wait_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """seconds to the end, worker-seconds occupied until then, workers at the end, iterations."""
+
+    seconds: float
+    occupied_s: float
+    last_workers: int
+    iterations: float
+
+
+class LookAhead:
+    """What a fleet of up to `most` workers would do with a batch.
+
+    capacity: workers → KV tokens that each one holds beside its share of the experts. sizes: group sizes that are
+    considered; those that `capacity` gives too little for one request of `longest` tokens are left out.
+    moves: what a change of the group takes; None for free ones.
+    """
+
+    def __init__(
+        self,
+        cost: IterationCost,
+        capacity: Callable[[int], float],
+        most: int,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        longest: float,
+        moves: MoveCosts | None = None,
+        least: int = 1,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.cost = cost
+        found = {m: capacity(m) for m in (sizes or group_sizes(most)) if least <= m <= most}
+        kept = [m for m in sorted(found) if found[m] >= longest] or [most]
+        self.sizes = np.array(kept, dtype=np.int64)
+        self._caps = np.array([m * capacity(m) * _FILL for m in kept])
+        self._max_batch, self._prefill = float(max_batch), float(prefill_tokens)
+        shape = cost.shape
+        self._moves = np.zeros(3)
+        if moves is not None:
+            rate = moves.bytes_per_s
+            self._moves[:] = moves.switch_s, shape.all_expert_bytes / rate, shape.kv_token_bytes / rate
+
+    def roll(
+        self,
+        batch: Batch,
+        workers: int,
+        *,
+        price: float = np.inf,
+        hold: float = 0.0,
+        bins: int = _BINS,
+    ) -> Outlook:
+        """Run `batch` from here on `workers` workers (the largest size up to that).
+
+        price: worker-seconds that a second of the rollout is worth; the group shrinks where that lowers
+        (workers + price) · time by more than the change costs, and with an infinite price never. hold: iterations
+        before it may. Nobody leaves while requests wait.
+        """
+        index = int(np.searchsorted(self.sizes, workers, side="right")) - 1
+        width = max(1.0, batch.longest / bins)
+        seconds, occupied, last, iterations = _roll(
+            self.cost.coefficients, self.cost.latency, self.sizes, self._caps, max(index, 0), self._moves,
+            batch.kv, batch.left, batch.wait_kv, batch.wait_left, batch.wait_prefill,
+            price, hold, self._max_batch, self._prefill, width,
+        )  # fmt: skip
+        return Outlook(seconds, occupied, int(last), iterations)
+
+
+def group_sizes(most: int) -> list[int]:
+    """Sizes worth a look in a fleet of `most` workers: all small ones, then sixteenths of the fleet."""
+    return sorted({m for m in range(1, min(most, 16) + 1)} | {-(-most * k // 16) for k in range(1, 17)})
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _seconds(c, latency, workers, live, kv):
+    """One iteration of a pooled batch without prefill. live, kv: on average in all."""
+    per = max(np.ceil(live / workers - 1e-9), 1.0)
+    kv_max = max(kv / workers, kv / max(live, 1.0))
+    return seconds_core(c, latency, float(workers), min(per, live), live, kv_max, 0.0, 0.0, min(per, live))
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _stall(moves, before, after, kv):
+    """Seconds of a change of the group: what each worker that stays takes in, experts and KV."""
+    if moves[0] == 0.0 and moves[1] == 0.0:
+        return 0.0
+    return moves[0] + moves[1] * (1 / after - 1 / before) + moves[2] * kv / after * (1 - after / before)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _roll(
+    c, latency, sizes, caps, index, moves, kv, left, wait_kv, wait_left, wait_prefill, price, hold, max_batch, budget, w
+):
+    count = np.zeros(_RING)  # of the requests that end in a bin
+    base = np.zeros(_RING)  # Σ (tokens − time) of these: tokens at time t are base + count · t
+    ends = np.zeros(_RING)  # Σ of their end times
+    usage = np.zeros(_RING)  # tokens of all live ones at the end of a bin
+    peak = np.zeros(_RING)  # most of these from a bin on
+    total, total_base, last_end, total_ends = 0.0, 0.0, 0.0, 0.0
+    for i in range(len(kv)):
+        b = int(np.ceil(left[i] / w - 1e-9)) - 1
+        b = min(max(b, 0), _RING - 1)
+        count[b] += 1
+        base[b] += kv[i]
+        ends[b] += left[i]
+        total += 1
+        total_base += kv[i]
+        total_ends += left[i]
+        last_end = max(last_end, left[i])
+    after, after_base = 0.0, 0.0
+    for b in range(_RING - 1, -1, -1):
+        after += count[b]
+        after_base += base[b]
+        usage[b] = after_base + after * (b + 1) * w if after > 0 else 0.0
+    seconds, occupied, iterations = 0.0, 0.0, 0.0
+    head, waiting, step = 0, len(wait_kv), 0
+    peaks_known = False
+    while total > 0.5 or head < waiting:
+        t0 = step * w
+        m = sizes[index]
+        computed = 0.0
+        while head < waiting:  # take in what fits
+            if total >= m * max_batch:
+                break
+            have = wait_kv[head]
+            end = t0 + wait_left[head]
+            at = max(int(np.ceil(end / w - 1e-9)) - 1, step)
+            if total > 0:
+                fits = True
+                for b in range(step, at + 1):
+                    if usage[b % _RING] + have - t0 + (b + 1) * w > caps[index]:
+                        fits = False
+                        break
+                if not fits:
+                    break
+            for b in range(step, at + 1):
+                usage[b % _RING] += have - t0 + (b + 1) * w
+            place = at % _RING
+            count[place] += 1
+            base[place] += have - t0
+            ends[place] += end
+            total += 1
+            total_base += have - t0
+            total_ends += end
+            last_end = max(last_end, end)
+            computed += wait_prefill[head]
+            head += 1
+        here = step % _RING
+        span = w
+        if head == waiting:
+            span = min(w, max(last_end - t0, 1e-9))
+            if not peaks_known:
+                most = 0.0
+                for b in range(step + _RING - 1, step - 1, -1):
+                    most = max(most, usage[b % _RING])
+                    peak[b % _RING] = most
+                peaks_known = True
+        ending, ending_base, ending_ends = count[here], base[here], ends[here]
+        alive = min(max((ending_ends - ending * t0) / span, 0.0), ending)  # of those that end here, on average
+        live = total - ending + alive
+        middle = t0 + span / 2
+        tokens = total_base - ending_base + (total - ending) * middle
+        if ending > 0:
+            tokens += alive / ending * ending_base + alive * (t0 + span / 4)
+        now = _seconds(c, latency, m, live, tokens)
+        if head == waiting and price < np.inf and t0 >= hold and index > 0:
+            rest = max(total_ends / total - t0, span)
+            best, best_gain = index, 0.0
+            for j in range(index):
+                if caps[j] < peak[here] or total > sizes[j] * max_batch:
+                    continue
+                then = _seconds(c, latency, sizes[j], live, tokens)
+                gain = ((m + price) * now - (sizes[j] + price) * then) * rest
+                gain -= (m + price) * _stall(moves, m, sizes[j], tokens)
+                if gain > best_gain:
+                    best, best_gain = j, gain
+            if best != index:
+                stall = _stall(moves, m, sizes[best], tokens)
+                seconds += stall
+                occupied += m * stall
+                index = best
+                m = sizes[index]
+                now = _seconds(c, latency, m, live, tokens)
+        spent = now * span
+        if computed > 0:
+            passes = max(1.0, np.ceil(computed / m / budget))
+            each = computed / passes
+            per = max(np.ceil(live / m - 1e-9), 1.0)
+            kv_max = max(tokens / m, tokens / max(live, 1.0))
+            with_it = seconds_core(c, latency, float(m), min(per, live), live, kv_max, each / m, each, per + each / m)
+            spent += passes * max(with_it - now, 0.0)
+        seconds += spent
+        occupied += m * spent
+        iterations += span
+        total -= ending
+        total_base -= ending_base
+        total_ends -= ending_ends
+        count[here] = base[here] = ends[here] = usage[here] = 0.0
+        step += 1
+    return seconds, occupied, sizes[index], iterations
+
+
+def clairvoyant(
+    ahead: LookAhead, prompt_tokens: np.ndarray, lengths: np.ndarray, prefill: np.ndarray, limit_s: float
+) -> Outlook | None:
+    """The least occupied schedule that looks possible in `limit_s` seconds with every length known.
+
+    Longest first, perfectly balanced, moves and changes of the group free (`ahead` without `moves`), at each step the
+    group size that lowers (workers + price) · time the most, never a larger one than before; the best over start sizes
+    and prices. None where none keeps the limit. prompt_tokens, lengths, prefill: float64 [n], as in `Batch`.
+    A reference, not a bound: it takes in requests in one order only.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    empty = np.zeros(0)
+    batch = Batch(empty, empty, prompt_tokens[order], lengths[order], prefill[order])
+    best: Outlook | None = None
+    for workers in ahead.sizes.tolist():
+        for price in PRICES:
+            found = ahead.roll(batch, workers, price=price, bins=256)
+            if found.seconds <= limit_s and (best is None or found.occupied_s < best.occupied_s):
+                best = found
+    return best
+
+
+PRICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 1e9)
+"""Prices of a second, in worker-seconds, that plans are compared under."""
