@@ -135,6 +135,10 @@ def test_workers_that_share_cores():
     found = iteration_seconds(device, SHAPE, batch=[3, 2, 1], kv_tokens=[30, 20, 10], prefill_tokens=[0] * 3)
     exchange = 4 * (0.75 + 30 * 3 * (5 / 9) / 100)
     assert found == pytest.approx(3 + 0.3 + 0.3 + 0.4 * (1 - 0.5**6) + 0.03 + exchange)
+    # Each takes in all six rows of 10 bytes, three workers on two cores, in four exchanges.
+    gathering = replace(device, gather_link=50)
+    taken = iteration_seconds(gathering, SHAPE, batch=[3, 2, 1], kv_tokens=[30, 20, 10], prefill_tokens=[0] * 3)
+    assert taken - found == pytest.approx(4 * 60 / 50 * 1.5)
     # All the work on one of them: its core is the bottleneck.
     alone = iteration_seconds(device, SHAPE, batch=[6, 0, 0], kv_tokens=[60, 0, 0], prefill_tokens=[0] * 3)
     exchange = 4 * (0.75 + 60 * 3 * (5 / 9) / 100)

@@ -34,30 +34,16 @@ __all__ = [
 _MOST_READ_IMBALANCE = 1.1  # a worker with more than its share of tokens reads few more experts: most are read anyway
 
 # Places in the vector of `coefficients`.
-(
-    _FIXED,
-    _KV,
-    _ROW,
-    _DENSE,
-    _READ,
-    _MISSED,
-    _EXPERT,
-    _IMBALANCE,
-    _EXCHANGES,
-    _NODE,
-    _CROSS,
-    _PER_NODE,
-    _COPIES,
-    _CORES,
-) = range(14)
+_FIXED, _KV, _ROW, _DENSE, _READ, _MISSED, _EXPERT, _IMBALANCE = range(8)
+_EXCHANGES, _NODE, _CROSS, _GATHER, _PER_NODE, _COPIES, _CORES = range(8, 15)
 
 
 def coefficients(profile: DeviceProfile, shape: ModelShape) -> np.ndarray:
-    """What `seconds_core` needs of a device and a model, beside the latency table: float64 [14]."""
+    """What `seconds_core` needs of a device and a model, beside the latency table: float64 [15]."""
     dense, itemsize = shape.dense_bytes - shape.lookup_bytes, shape.itemsize
     experts, chosen = shape.all_expert_bytes, shape.top_k / shape.experts
     row = shape.hidden * itemsize
-    c = np.empty(14)
+    c = np.empty(15)
     c[_FIXED] = profile.fixed_s + dense / profile.bandwidth
     c[_KV] = shape.kv_token_bytes / profile.bandwidth
     c[_ROW] = profile.row_s
@@ -68,6 +54,7 @@ def coefficients(profile: DeviceProfile, shape: ModelShape) -> np.ndarray:
     c[_IMBALANCE] = profile.imbalance
     c[_EXCHANGES] = 2 * len(shape.moe_layers)
     c[_NODE], c[_CROSS] = row / profile.node_link, row / profile.cross_link
+    c[_GATHER] = row / profile.gather_link
     c[_PER_NODE], c[_COPIES], c[_CORES] = profile.ranks_per_node, shape.top_k, profile.cores
     return c
 
@@ -108,17 +95,22 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
         + max(batch)·2·params(D)/flops + max(rows)·row_s
         + max[E/m·(1 − (1 − k/n)^(B+P))·min(imb, 1.1)/bandwidth, imb·B/m·2·params(E)·k/n/flops]
         + max(prefill)·2·params(D)/flops + imb·P/m·2·params(E)·k/n/flops
-        + 2·L·{latency(m) + row·max(rows)·(d_node/node_link + d_cross/cross_link)}      (0 if m = 1)
+        + 2·L·{latency(m) + row·max(rows)·(d_node/node_link + d_cross/cross_link) + row·(B+P)/gather_link}  (0 if m = 1)
 
         d_node = m·(1 − (1 − 1/m)^k), d_cross = (nodes − 1)·(1 − (1 − 1/nodes)^k), nodes = ⌈m/ranks_per_node⌉
 
-    imb is 1 for a single worker. Where all workers share `cores` devices (a machine with fewer cores than workers), a
-    term of the first four lines is the larger one of its value for the slowest worker and of its sum over all workers
-    divided by `cores`; Σ kv is taken as max(kv)·B/max(batch), at most m·max(kv).
+    imb is 1 for a single worker. gather_link is for dispatch that sends every row to all workers, which the engine
+    here does: the work on a row that came is done whether one of its experts is here or not.
+
+    Where all workers share `cores` devices (a machine with fewer cores than workers), a term of the first four lines
+    is the larger one of its value for the slowest worker and of its sum over all workers divided by `cores`, and the
+    term with gather_link, work of every worker, is m/cores times as long; Σ kv is taken as max(kv)·B/max(batch), at
+    most m·max(kv).
 
     Source: the cost model of the project's policy study, there for Qwen3-30B-A3B and for decoding and prefill apart;
     here prefill shares the iteration's reading of experts and its exchanges. The attention of prefill tokens over their
-    own context, and differences between layers, are left out.
+    own context, and differences between layers, are left out. row_s, gather_link and cores come from runs of this
+    engine on CPUs.
     """
     m, cores = workers, c[_CORES]
     imbalance = c[_IMBALANCE] if m > 1 else 1.0
@@ -136,7 +128,7 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
         nodes = math.ceil(m / c[_PER_NODE])
         to_node = m * (1 - (1 - 1 / m) ** c[_COPIES])
         across = (nodes - 1) * (1 - (1 - 1 / nodes) ** c[_COPIES])
-        sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across)
+        sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across) + tokens * c[_GATHER] * max(1.0, m / cores)
         seconds += c[_EXCHANGES] * (latency_seconds(latency, m) + sent)
     return seconds
 
@@ -157,7 +149,7 @@ def _fill(c, latency, m, batch_max, batch_total, kv_max, prefill_max, prefill_to
 class IterationCost:
     """The time of iterations of one model on one kind of device.
 
-    coefficients, latency: what `seconds_core` takes, float64 [14] and [sizes, 2].
+    coefficients, latency: what `seconds_core` takes, float64 [15] and [sizes, 2].
     """
 
     def __init__(self, profile: DeviceProfile, shape: ModelShape) -> None:

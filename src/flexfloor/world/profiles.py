@@ -35,6 +35,7 @@ class DeviceProfile:
     pause_s: float = 0.02  # seconds of moves that leave the group as it is, beside what they move
     move_bytes_per_s: float = 40e9  # experts and KV between workers, a worker
     row_s: float = 0.0  # seconds of every row on its worker, of any model: bookkeeping, sampling
+    gather_link: float = math.inf  # bytes/s at which a worker takes in the rows of all; inf: owners alone get a row
     cores: float = math.inf  # devices that all workers share; inf: each worker has its own
     look_s: float = 0.0  # seconds between two advances: the driver's look at the fleet
 
@@ -128,7 +129,7 @@ def _fault(name: str, value: Any) -> str | None:
         return None if type(value) is int and value >= 1 else "give a whole number from 1"
     if name == "latency_s":
         return None if _is_latency_table(value) else "give pairs like [[8, 20e-6], [16, 45e-6]], sizes rising"
-    if name == "cores" and value == math.inf:
+    if name in ("cores", "gather_link") and value == math.inf:
         return None
     if not _is_number(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         return "give a positive number"
