@@ -96,7 +96,8 @@ def check(work: Workload, requests: int) -> None:
     assert work.lengths.min() >= 1
     assert work.lengths.max() <= work.max_tokens
     assert set(work.keys) <= set(work.earlier.keys)
-    assert work.earlier.lengths.max() <= work.max_tokens
+    assert work.earlier.tokens.max(initial=0) <= work.max_tokens
+    assert (work.earlier.censored == (work.earlier.tokens == work.max_tokens)).all()
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -108,20 +109,20 @@ def test_drawn_workloads(name: str):
     assert work.ids[samples] == "p1#0/0"
     assert work.keys[samples] == "p1"
     prompts = -(-100 // samples)
-    assert len(work.earlier.lengths) == EARLIER_EPOCHS * prompts * samples
+    assert len(work.earlier.tokens) == EARLIER_EPOCHS * prompts * samples
     assert set(work.earlier.epoch.tolist()) == set(range(EARLIER_EPOCHS))
     again, other = scenario.draw(100, seed=3), scenario.draw(100, seed=4)
     assert (again.lengths == work.lengths).all()
-    assert (again.earlier.lengths == work.earlier.lengths).all()
+    assert (again.earlier.tokens == work.earlier.tokens).all()
     assert (other.lengths != work.lengths).mean() > 0.5
 
 
 def test_earlier_epochs_are_fresh_draws_of_the_same_prompts():
     work = load_scenario("deepcoder-like").draw(8 * 400, seed=1)
     own = np.log(work.lengths.reshape(400, 8).astype(float)).mean(axis=1)
-    before = np.log(work.earlier.lengths[: 8 * 400].reshape(400, 8).astype(float)).mean(axis=1)
+    before = np.log(work.earlier.tokens[: 8 * 400].reshape(400, 8).astype(float)).mean(axis=1)
     assert np.corrcoef(own, before)[0, 1] > 0.9
-    assert (work.earlier.lengths[: 8 * 400] != work.lengths).mean() > 0.7
+    assert (work.earlier.tokens[: 8 * 400] != work.lengths).mean() > 0.7
 
 
 def test_requests_of_a_workload():
@@ -179,7 +180,7 @@ def test_a_trace_is_drawn_without_replacement_and_then_again(trace: Path):
 def test_the_history_of_a_traced_response_is_its_siblings(trace: Path):
     work = load_scenario(str(trace), workload="a").draw(6, seed=0)
     seen = defaultdict(list)
-    for key, length in zip(work.earlier.key.tolist(), work.earlier.lengths.tolist(), strict=True):
+    for key, length in zip(work.earlier.prompt.tolist(), work.earlier.tokens.tolist(), strict=True):
         seen[work.earlier.keys[key]].append(length)
     known = dict(zip(work.lengths.tolist(), work.keys, strict=True))
     assert sorted(seen[known[200]]) == [201, 202]

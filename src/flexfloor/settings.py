@@ -200,3 +200,57 @@ class CompareSettings(RunSettings):
         if len({_ALIASES.get(name, name) for name in policies}) < len(policies):
             raise ValueError("a policy is named twice")
         return policies
+
+
+Numbers = Annotated[tuple[int, ...], BeforeValidator(_split_names)]
+Shares = Annotated[tuple[float, ...], BeforeValidator(_split_names)]
+
+
+class SimulateSettings(Settings):
+    """Everything `flexfloor simulate` takes. Where several values may stand, all combinations are simulated."""
+
+    lengths: str = Field(
+        min_length=1,
+        description="scenario (R1, R2, lognormal, deepcoder-like, dapo), .toml file of one, or .csv file of a trace",
+    )
+    trace: Path | None = Field(None, description="CSV file of a scenario that replays one (dapo)")
+    workload: str | None = Field(None, description="which workload of a trace that has several")
+    architecture: str = Field(
+        "qwen3-30b-a3b", min_length=1, description="config.json of a Hugging Face model, or the name of a preset"
+    )
+    profile: str | None = Field(None, description="device profile; the scenario's if not given")
+    workers: Numbers = Field((), description="expert-parallel workers, with commas; the scenario's if not given")
+    load: Numbers = Field((), description="requests for each worker, with commas; the scenario's if not given")
+    policies: Names = Field(
+        ("static-spread", "static-grouped", "planned", "release", "flexfloor", "fixed:best"),
+        description="policies, with commas; fixed:best: the best fixed:N, chosen in hindsight",
+    )
+    knowledge: Names = Field(("history",), description="what is known of lengths: none, history, shuffled, oracle")
+    max_slowdown: Shares = Field((0.02,), description="shares of throughput that releasing workers may cost")
+    seeds: int = Field(8, ge=1, le=10_000, description="draws of the lengths")
+    first_seed: int = Field(0, ge=0, lt=2**32, description="seed of the first draw; the others follow")
+    chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
+    max_batch: int = Field(256, ge=1, description="most live requests on one worker")
+    prefill_tokens: int = Field(8192, ge=1, description="most prompt tokens a worker computes in one iteration")
+    jobs: int = Field(1, ge=1, le=1024, description="processes that simulate")
+    out: Path | None = Field(None, description="JSON file for every run, what they come to, and what the words mean")
+    quiet: bool = Field(False, description="no progress bar")
+
+    @field_validator("workers", "load", "policies", "knowledge", "max_slowdown")
+    @classmethod
+    def _each_once(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        values = tuple(_ALIASES.get(value, value) for value in values)
+        if len(set(values)) < len(values):
+            raise ValueError("a value is given twice")
+        if any(isinstance(value, int) and value < 1 for value in values):
+            raise ValueError("give whole numbers from 1, with commas between them")
+        if any(isinstance(value, float) and not 0 <= value < 1 for value in values):
+            raise ValueError("give shares of at least 0 and below 1, with commas between them")
+        return values
+
+    @field_validator("policies", "knowledge", "max_slowdown")
+    @classmethod
+    def _at_least_one(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not values or not all(value != "" for value in values):
+            raise ValueError("give values with one comma between them")
+        return values

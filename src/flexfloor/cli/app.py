@@ -14,7 +14,7 @@ import typer
 from flexfloor.cli.options import load_settings, parse_settings, takes
 from flexfloor.cli.signals import Stopped, stoppable
 from flexfloor.errors import FlexFloorError
-from flexfloor.settings import CompareSettings, RolloutSettings
+from flexfloor.settings import CompareSettings, RolloutSettings, SimulateSettings
 
 app = typer.Typer(
     help="Elastic expert-parallel rollouts for reinforcement-learning post-training of mixture-of-experts models.",
@@ -70,6 +70,19 @@ def compare(config: Path | None, given: dict[str, Any]) -> Command:
         from flexfloor.cli.compare import run_compare
 
         return run_compare(parse_settings(CompareSettings, config, given))
+
+    return run
+
+
+@app.command()
+@takes(SimulateSettings)
+def simulate(config: Path | None, given: dict[str, Any]) -> Command:
+    """Simulate policies in virtual time, on a scenario or a trace of lengths, and compare them."""
+
+    def run() -> int:
+        from flexfloor.cli.simulate import run_simulate
+
+        return run_simulate(parse_settings(SimulateSettings, config, given))
 
     return run
 

@@ -15,12 +15,15 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from flexfloor.errors import InputError
-from flexfloor.settings import MISSING, EngineSettings, RolloutSettings, RunSettings, SamplingSettings, explain
+from flexfloor.settings import MISSING, EngineSettings, RolloutSettings, SamplingSettings, Settings, explain
 
 TABLES: dict[str, type[BaseModel]] = {"sampling": SamplingSettings, "engine": EngineSettings}
-"""The fields of RunSettings that hold settings of their own; their fields are options like all others."""
+"""The fields of settings that hold settings of their own; their fields are options like all others."""
 
 TABLE_OF = {name: table for table, model in TABLES.items() for name in model.model_fields}
+
+_SPELLED = {"architecture": "model_config"}
+"""Settings that pydantic does not let have their name."""
 
 _METAVARS = {
     "model": "DIR",
@@ -28,6 +31,8 @@ _METAVARS = {
     "order": "arrival|shuffle:SEED",
     "force_lengths": "FILE|prompts",
     "policies": "P,P,…",
+    "lengths": "SCENARIO|FILE",
+    "architecture": "PRESET|FILE",
     "worker_memory": "SIZE",
     "worker_timeout": "SECONDS",
     "launcher": "NAME",
@@ -37,21 +42,22 @@ _METAVARS = {
 _METAVARS_BY_TYPE: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
 _CONFIG_HELP = "TOML file with any of these options as keys (max_tokens = 64); the command line wins"
 
-S = TypeVar("S", bound=RunSettings)
+S = TypeVar("S", bound=Settings)
 
 
 def flag(name: str) -> str:
     """worker_memory → --worker-memory."""
-    return "--" + name.replace("_", "-")
+    return "--" + _SPELLED.get(name, name).replace("_", "-")
 
 
-def names_of(model: type[RunSettings]) -> list[str]:
+def names_of(model: type[Settings]) -> list[str]:
     """The options of a command's settings, those without a default first."""
     own = [name for name in model.model_fields if name not in TABLES]
-    return sorted(own, key=lambda name: not model.model_fields[name].is_required()) + list(TABLE_OF)
+    nested = [name for name, table in TABLE_OF.items() if table in model.model_fields]
+    return sorted(own, key=lambda name: not model.model_fields[name].is_required()) + nested
 
 
-def takes(model: type[RunSettings]) -> Callable[[Callable[[Path | None, dict[str, Any]], Any]], Callable[..., Any]]:
+def takes(model: type[Settings]) -> Callable[[Callable[[Path | None, dict[str, Any]], Any]], Callable[..., Any]]:
     """Decorator that gives a command the options of `model` and `--config`.
 
     The command is called with the config file and name → value of the options that were given.
@@ -73,8 +79,8 @@ def takes(model: type[RunSettings]) -> Callable[[Callable[[Path | None, dict[str
     return decorate
 
 
-def _field(model: type[RunSettings], name: str) -> FieldInfo:
-    return (TABLES[TABLE_OF[name]] if name in TABLE_OF else model).model_fields[name]
+def _field(model: type[Settings], name: str) -> FieldInfo:
+    return (model if name in model.model_fields else TABLES[TABLE_OF[name]]).model_fields[name]
 
 
 def _type(field: FieldInfo) -> Any:
@@ -90,21 +96,26 @@ def _is_optional(field: FieldInfo) -> bool:
     return NoneType in get_args(field.annotation)
 
 
-def _option(model: type[RunSettings], name: str) -> Any:
+def _option(model: type[Settings], name: str) -> Any:
     """The typer option of a setting. Its default is None, 'not given', so that a config file can give it."""
     field = _field(model, name)
     text = field.description or ""
     if field.is_required():
         text += " [required]"
-    elif isinstance(field.default, int | float | str | Path) and field.default is not False:
+    elif isinstance(field.default, int | float | str | Path | tuple) and field.default not in (False, ()):
         text += f" [default: {_show(name, field.default)}]"
     choices = [str(value) for value in get_args(field.annotation) if isinstance(value, str)]
     kind = _type(field)
-    metavar = None if kind is bool else _METAVARS.get(name) or "|".join(choices) or _METAVARS_BY_TYPE.get(kind, "TEXT")
+    several = kind is str and get_origin(field.annotation) is tuple
+    each = _METAVARS_BY_TYPE.get(get_args(field.annotation)[0] if several else kind, "NAME" if several else "TEXT")
+    named = _METAVARS.get(name) or "|".join(choices) or (f"{each},{each},…" if several else each)
+    metavar = None if kind is bool else named
     return typer.Option(flag(name), metavar=metavar, help=text, show_default=False)
 
 
 def _show(name: str, default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     return f"{default // 2**20}MiB" if name.endswith("_memory") else str(default)
 
 
@@ -122,9 +133,9 @@ def parse_settings(model: type[S], config: Path | None, given: Mapping[str, Any]
     values = _read_config(model, config) if config else {}
     from_file = set(values) - set(given)
     values |= given
-    nested: dict[str, Any] = {table: {} for table in TABLES}
+    nested: dict[str, Any] = {table: {} for table in TABLES if table in model.model_fields}
     for name, value in values.items():
-        (nested[TABLE_OF[name]] if name in TABLE_OF else nested)[name] = value
+        (nested if name in model.model_fields else nested[TABLE_OF[name]])[name] = value
     try:
         return model(**nested)
     except ValidationError as error:
@@ -136,7 +147,7 @@ def parse_settings(model: type[S], config: Path | None, given: Mapping[str, Any]
         raise InputError(f"{where}: {message}") from None
 
 
-def _read_config(model: type[RunSettings], path: Path) -> dict[str, Any]:
+def _read_config(model: type[Settings], path: Path) -> dict[str, Any]:
     """name → value, tables flattened."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -145,7 +156,9 @@ def _read_config(model: type[RunSettings], path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"--config {path} is not TOML ({error})") from None
     values: dict[str, Any] = {}
+    names = {spelled: name for name, spelled in _SPELLED.items()}
     for key, value in content.items():
+        key = names.get(key, key)
         table = value if key in TABLES and isinstance(value, dict) else {key: value}
         known = [name for name in names_of(model) if table is not value or TABLE_OF.get(name) == key]
         for name, entry in table.items():

@@ -98,6 +98,14 @@ class Scenario:
         defined = self.definition
         return draw_workload(defined.source, requests, defined.samples, defined.prompt_tokens, rng)
 
+    @property
+    def longest(self) -> int:
+        """Most tokens, of prompt and response, that a request can come to."""
+        if self.trace is not None:
+            return int(self.trace.prompt_tokens.max()) + self.trace.max_tokens
+        assert not isinstance(self.definition, TraceDefinition)
+        return self.definition.prompt_tokens + self.definition.max_tokens
+
     def device(self, profile: DeviceProfile) -> DeviceProfile:
         """The profile, with the memory that the scenario gives a worker."""
         own = {"memory_bytes": self.definition.memory_bytes, "reserve_bytes": self.definition.reserve_bytes}

@@ -11,23 +11,10 @@ import numpy as np
 from flexfloor.requests import Request, SamplingParams
 from flexfloor.simulate.distributions import LengthDistribution, draw
 from flexfloor.simulate.traces import Trace
+from flexfloor.world.lengths.observations import Observations
 
 EARLIER_EPOCHS = 2
 """Epochs of a drawn scenario whose lengths are known to the history."""
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """Lengths that the history has seen. One entry a response in all arrays.
-
-    keys: prompt keys; key: int64, index into them. epoch: int64, from 0. lengths: int64 response tokens.
-    """
-
-    keys: Sequence[str]
-    key: np.ndarray
-    epoch: np.ndarray
-    lengths: np.ndarray
-    prompt_tokens: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -35,7 +22,7 @@ class Workload:
     """Requests in order of arrival, siblings next to each other. One entry a request in all sequences.
 
     ids: request ids; keys: prompt keys, under which the history knows them. group: int64, equal for siblings.
-    prompt_tokens, lengths: int64 tokens. max_tokens: the limit of every response.
+    prompt_tokens, lengths: int64 tokens. max_tokens: the limit of every response. earlier: what the history has seen.
     """
 
     ids: Sequence[str]
@@ -45,7 +32,7 @@ class Workload:
     prompt_tokens: np.ndarray
     lengths: np.ndarray
     max_tokens: int
-    earlier: Earlier
+    earlier: Observations
 
     @cached_property
     def by_id(self) -> dict[str, int]:
@@ -93,8 +80,14 @@ def draw_workload(
         prompt_tokens=np.full(requests, prompt_tokens, dtype=np.int64),
         lengths=drawn[EARLIER_EPOCHS].reshape(-1)[:requests],
         max_tokens=source.max_tokens,
-        earlier=Earlier(
-            keys, key.reshape(-1), epoch.reshape(-1), before.reshape(-1), np.full(before.size, prompt_tokens)
+        earlier=Observations.from_lengths(
+            keys,
+            key.reshape(-1),
+            before.reshape(-1),
+            max_tokens=source.max_tokens,
+            censored=before.reshape(-1) >= source.max_tokens,
+            epoch=epoch.reshape(-1),
+            prompt_tokens=prompt_tokens,
         ),
     )
 
@@ -128,22 +121,23 @@ def replay_trace(trace: Trace, requests: int, rng: np.random.Generator) -> Workl
     )
 
 
-def _siblings(trace: Trace, prompts: Sequence[int]) -> Earlier:
+def _siblings(trace: Trace, prompts: Sequence[int]) -> Observations:
     """For each response of these prompts the lengths of the others, under the key of the response."""
     keys: list[str] = []
     key, lengths, tokens = [], [], []
     for prompt in prompts:
         own = trace.lengths[prompt]
-        others = ~np.eye(len(own), dtype=bool)
-        responses, siblings = np.nonzero(others)
+        responses, siblings = np.nonzero(~np.eye(len(own), dtype=bool))
         key.append(responses + len(keys))
         lengths.append(own[siblings])
         tokens.append(np.full(len(siblings), trace.prompt_tokens[prompt]))
         keys += [f"t{prompt}.{sample}" for sample in range(len(own))]
-    return Earlier(
+    seen = np.concatenate(lengths)
+    return Observations.from_lengths(
         keys,
         np.concatenate(key),
-        np.zeros(sum(map(len, key)), dtype=np.int64),
-        np.concatenate(lengths),
-        np.concatenate(tokens),
+        seen,
+        max_tokens=trace.max_tokens,
+        censored=seen >= trace.max_tokens,
+        prompt_tokens=np.concatenate(tokens),
     )

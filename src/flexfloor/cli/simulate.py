@@ -1,0 +1,183 @@
+"""`flexfloor simulate`: policies in virtual time on scenarios or traces of lengths, in one table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexfloor.cli.display import format_count, print_table
+from flexfloor.errors import InputError
+from flexfloor.outputs import check_outputs, write_json
+from flexfloor.settings import SimulateSettings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flexfloor.simulate.results import Row, Spread
+    from flexfloor.simulate.runs import Experiment
+
+_RATIOS = {
+    "static-spread": "to static-\nspread",
+    "static-grouped": "to static-\ngrouped",
+    "planned": "to\nplanned",
+    "fixed:best": "to best\nfixed:N",
+}
+
+
+def run_simulate(settings: SimulateSettings) -> int:
+    """All combinations of the settings; prints one table, writes `--out`. Returns the exit code.
+
+    Raises InputError before anything is simulated.
+    """
+    outputs = {"--out": settings.out} if settings.out else {}
+    inputs = {
+        name: path
+        for name, path in {"--trace": settings.trace, "--lengths": Path(settings.lengths)}.items()
+        if path is not None and path.exists()
+    }
+    check_outputs(outputs, inputs)
+    from flexfloor.simulate.results import make_rows, to_json
+    from flexfloor.simulate.runs import Cell, count_runs, run_all
+
+    experiment = make_experiment(settings)
+    defined = experiment.scenario.definition
+    cells = [
+        Cell(workers, load, seed)
+        for workers in settings.workers or (defined.workers,)
+        for load in settings.load or (defined.load,)
+        for seed in range(settings.first_seed, settings.first_seed + settings.seeds)
+    ]
+    for workers in dict.fromkeys(cell.workers for cell in cells):
+        experiment.check_memory(workers)
+    with _progress(settings.quiet) as show:
+        task = show.add_task("simulating", total=len(cells) * count_runs(experiment)) if show else None
+        runs = run_all(
+            experiment,
+            cells,
+            jobs=settings.jobs,
+            on_runs=lambda count: show.advance(task, count) if show and task is not None else None,
+        )
+    rows = make_rows(runs)
+    if settings.out:
+        versions = {name: version(name) for name in ("flexfloor", "numpy", "scipy", "numba")}
+        write_json(settings.out, to_json(experiment, runs, rows, versions, settings.model_dump(mode="json")))
+    print_table(make_table(rows, experiment.scenario.name, experiment.device.name))
+    print("  tokens per occupied second / throughput, as ratios; with several seeds medians, and minima below them")
+    print("  P: no row of the same workers, load and knowledge has more of both. ref., LP: worker-seconds of the")
+    print("  clairvoyant reference and of the lower bound, over those of the policy. Nothing here was measured.")
+    if settings.out:
+        print(f"  result  {settings.out}")
+    return 0
+
+
+def make_experiment(settings: SimulateSettings) -> Experiment:
+    """Raises InputError for a scenario, model, device or policy that is none."""
+    from flexfloor.policy import make_policy
+    from flexfloor.simulate.runs import BEST_FIXED, Experiment
+    from flexfloor.simulate.scenarios import load_scenario
+    from flexfloor.world.costs import load_profile
+    from flexfloor.world.lengths.knowledge import KNOWLEDGE, make_lengths
+    from flexfloor.world.model_config import shape_from_config
+
+    scenario = load_scenario(settings.lengths, trace=settings.trace, workload=settings.workload)
+    device = scenario.device(load_profile(settings.profile or scenario.definition.profile))
+    for name in settings.knowledge:
+        if name not in KNOWLEDGE:
+            raise InputError(f"--knowledge: {name!r} is not known; there is {', '.join(KNOWLEDGE)}")
+    for name in settings.policies:
+        if name != BEST_FIXED:
+            make_policy(
+                name,
+                lengths=make_lengths("none"),
+                max_slowdown=0.0,
+                min_workers=1,
+                workers=min(settings.workers or (scenario.definition.workers,)),
+                profile=device,
+            )
+    return Experiment(
+        scenario=scenario,
+        shape=shape_from_config(settings.architecture),
+        device=device,
+        policies=settings.policies,
+        knowledge=settings.knowledge,
+        max_slowdown=settings.max_slowdown,
+        chunk=settings.chunk,
+        max_batch=settings.max_batch,
+        prefill_tokens=settings.prefill_tokens,
+    )
+
+
+def _progress(quiet: bool) -> Any:
+    """A bar on stderr; the block gets None where there is none."""
+    if quiet:
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
+    return Progress(*columns, TimeElapsedColumn(), console=Console(file=sys.stderr), transient=True)
+
+
+def make_table(rows: Sequence[Row], scenario: str, device: str) -> Table:
+    """One line for each row and, with several seeds, one of minima below it."""
+    from rich import box
+    from rich.table import Table
+
+    seeds = rows[0].seeds
+    title = f"Simulated: {scenario} on {device}, {seeds} seed{'s' if seeds > 1 else ''}"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold", collapse_padding=True)
+    shown = {name: head for name, head in _RATIOS.items() if any(name in row.ratios for row in rows)}
+    several = {
+        "workers\n× load": len({(row.workers, row.load) for row in rows}) > 1,
+        "know-\nledge": len({row.knowledge for row in rows} - {None}) > 1,
+        "slow-\ndown": len({row.max_slowdown for row in rows} - {None}) > 1,
+    }
+    table.add_column("\npolicy", no_wrap=True)
+    for head, needed in several.items():
+        if needed:
+            table.add_column(head, no_wrap=True)
+    table.add_column("")
+    for head in (*shown.values(), "post-\nfinish", "pre-\nempt.", "\nresizes", "\nstall", "of\nref.", "of\nLP"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        places = (f"{row.workers} × {row.load}", row.knowledge or "", _share(row.max_slowdown))
+        own = [place for place, needed in zip(places, several.values(), strict=True) if needed]
+        ratios = [_pairs(row.ratios.get(name), seeds) for name in shown]
+        table.add_row(
+            _name(row),
+            *own,
+            "P" if row.pareto else "",
+            *ratios,
+            f"{row.post_finish_share.median:.1%}",
+            format_count(row.preemptions),
+            format_count(row.resizes),
+            f"{row.stall_share.median:.1%}",
+            "" if row.of_reference is None else f"{row.of_reference.median:.2f}",
+            f"{row.of_bound.median:.2f}",
+        )
+    return table
+
+
+def _name(row: Row) -> str:
+    """The policy; of `fixed:best` also which ones ran."""
+    if row.policy != "fixed:best":
+        return row.policy
+    chosen = dict.fromkeys(sorted(name.removeprefix("fixed:").replace("planned", str(row.workers)) for name in row.ran))
+    return f"fixed:best ({', '.join(chosen)})"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}" if value * 100 == round(value * 100) else f"{value:.1%}"
+
+
+def _pairs(ratios: tuple[Spread, Spread] | None, seeds: int) -> str:
+    if ratios is None:
+        return ""
+    lines = ["/".join(f"{ratio.median:.2f}" for ratio in ratios)]
+    if seeds > 1:
+        lines.append("/".join(f"{ratio.least:.2f}" for ratio in ratios))
+    return "\n".join(lines)
