@@ -28,6 +28,16 @@ class Lengths(Protocol):
         """
 
 
+def check_oracle(requests: Sequence[Request]) -> None:
+    """Raises InputError for a request whose length is not forced."""
+    for request in requests:
+        if request.sampling.forced_length is None:
+            raise InputError(
+                f"knowledge 'oracle' needs forced lengths, and request {request.request_id} may end by itself; "
+                "give --force-lengths"
+            )
+
+
 class ForcedLengths:
     """Every response has the length that was forced upon it."""
 
@@ -35,12 +45,7 @@ class ForcedLengths:
         self._totals = np.zeros(0)
 
     def add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.sampling.forced_length is None:
-                raise InputError(
-                    f"knowledge 'oracle' needs forced lengths, and request {request.request_id} may end by itself; "
-                    "give --force-lengths"
-                )
+        check_oracle(requests)
         self._totals = np.concatenate([self._totals, [float(r.sampling.max_tokens) for r in requests]])
 
     def finished(self, rows: np.ndarray, tokens: np.ndarray) -> None:

@@ -18,6 +18,8 @@ LEVELS = np.unique(
 )
 """Where a curve keeps its quantiles: dense in the upper tail, which decides how long a rollout lasts."""
 
+_COARSE = np.concatenate([[0.0, 0.003, 0.01, 0.025], np.linspace(0.05, 0.95, 19), [0.975, 0.99]])
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -77,7 +79,7 @@ class Curve:
     @cached_property
     def _coarse(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(levels, points, density left of each point)."""
-        levels = np.unique(np.concatenate([np.linspace(0, 0.95, 20) * self.levels[-1], self.levels[-1:]]))
+        levels = np.unique(np.concatenate([_COARSE * self.levels[-1], self.levels[-1:]]))
         points = np.interp(levels, self.levels, self.z)
         slope = np.diff(levels) / np.maximum(np.diff(points), 0.02)
         return levels, points, np.concatenate([[1e-4], slope])
@@ -90,7 +92,7 @@ class Curve:
 
 
 def fit_curve(samples: Samples) -> Curve:
-    """The product-limit estimate (Kaplan and Meier 1958) of the samples' distribution, each sample's mass in its middle.
+    """Product-limit estimate (Kaplan and Meier 1958) of the samples' distribution, each sample's mass in its middle.
 
     Mass that censored samples leave over lies above the curve's last level.
     """
@@ -104,10 +106,10 @@ def fit_curve(samples: Samples) -> Curve:
     with np.errstate(divide="ignore"):
         below = -np.expm1(np.cumsum(np.log1p(-hazard)))
     middle = (below + np.concatenate([[0.0], below[:-1]])) / 2
+    if not ended.any():  # all above the largest value seen
+        return Curve(np.zeros(1), values[-1:])
     values, middle = values[ended], middle[ended]
-    if not len(values):  # nobody has ended: all above the largest value seen
-        return Curve(np.zeros(1), at_risk[:1] * 0 + samples.values.max())
     top = min(float(middle[-1]), LEVELS[-1])
-    levels = np.append(LEVELS[LEVELS < top], top)
+    levels = np.append(LEVELS[: np.searchsorted(LEVELS, top)], top)
     z = np.interp(levels, middle, values)
     return Curve(levels, z + 1e-9 * np.arange(len(z)))

@@ -22,10 +22,10 @@ MOST = 2**53
 class Observations:
     """Responses of earlier rollouts, one entry a response in every array [n].
 
-    keys: the prompt keys; prompt: int64, index into keys. samplings: the sampling keys (`sampling_key`); sampling: int64,
-    index into samplings. evaluation: bool, of the split "eval". epoch: int64, rises with every call of `observe`.
-    policy_version: int64. tokens: int64, of the response. max_tokens: int64. censored: bool, cut by the limit, so that
-    the response is at least `tokens` long. prompt_tokens: int64.
+    keys: the prompt keys; prompt: int64, index into keys. samplings: the sampling keys (`sampling_key`); sampling:
+    int64, index into samplings. evaluation: bool, of the split "eval". epoch: int64, rises with every call of
+    `observe`. policy_version: int64. tokens: int64, of the response. max_tokens: int64. censored: bool, cut by the
+    limit, so that the response is at least `tokens` long. prompt_tokens: int64.
     """
 
     keys: Sequence[str]
@@ -86,7 +86,7 @@ class Observations:
         return Observations(self.keys, self.samplings, *(getattr(self, name)[chosen] for name in ARRAYS))
 
     def alike(self, split: str, samplings: set[str]) -> Observations:
-        """Those of the split that were sampled in one of these ways; if there are none, those of the split; else all."""
+        """Those of the split that were sampled in one of these ways; without any, those of the split; else all."""
         same_split = self.evaluation == (split == "eval")
         known = [index for index, key in enumerate(self.samplings) if key in samplings]
         for chosen in (same_split & np.isin(self.sampling, known), same_split):

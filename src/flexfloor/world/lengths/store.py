@@ -1,7 +1,7 @@
 """The length history on disk: one SQLite file, safe against crashes and against several writers.
 
-SQLite's rollback journal is used, not its write-ahead log: the log needs memory shared by all writers, which file systems
-of clusters do not give. A step is written in one transaction, so that a crash loses that step and nothing else.
+SQLite's rollback journal is used, not its write-ahead log: the log needs memory shared by all writers, which the file
+systems of clusters do not give. A step is written in one transaction, so that a crash loses that step and nothing else.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LengthHistory:
     """Observed response lengths in the file `path` (":memory:": in this process only).
 
     The file is made if there is none and `create` says so. timeout: seconds that a writer waits for another one.
-    Use it as a context manager, or `close` it. Raises InputError when the file is something else, damaged, or written by
-    a newer version; the file is left as it is then.
+    Use it as a context manager, or `close` it. Raises InputError when the file is something else, damaged, or written
+    by a newer version; the file is left as it is then.
     """
 
     def __init__(self, path: str | Path, *, create: bool = True, timeout: float = 30.0) -> None:
@@ -141,7 +141,7 @@ class LengthHistory:
         limit = np.array([s.max_tokens for s in samplings], np.int64)
         limit[forced] = limit[forced].max(initial=1)
         observed = Observations.from_lengths(
-            *_number([r.prompt_key for r in responses]),
+            *number([r.prompt_key for r in responses]),
             [len(r.tokens) for r in responses],
             max_tokens=limit,
             censored=np.array([r.finish_reason == "length" for r in responses], bool) & ~forced,
@@ -149,7 +149,7 @@ class LengthHistory:
             policy_version=policy_version,
             split=split,
         )
-        names, index = _number([sampling_key(s) for s in samplings])
+        names, index = number([sampling_key(s) for s in samplings])
         return self.observe_lengths(replace(observed, samplings=names, sampling=index))
 
     def observe_lengths(self, observed: Observations, *, keep_epochs: bool = False) -> int:
@@ -271,7 +271,7 @@ class LengthHistory:
         return int(self._db.execute(query).fetchone()[0])
 
 
-def _number(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+def number(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """(different names in the order they come, index of each)."""
     known: dict[str, int] = {}
     index = np.array([known.setdefault(name, len(known)) for name in names], np.int64)

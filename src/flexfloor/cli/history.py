@@ -1,0 +1,106 @@
+"""`flexfloor history`: look at a length history, move it, and see what its forecasts are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flexfloor.cli.display import format_count, print_table
+from flexfloor.errors import InputError
+from flexfloor.outputs import check_outputs
+from flexfloor.world.lengths.exchange import export_history, import_history
+from flexfloor.world.lengths.metrics import score_last_epoch
+from flexfloor.world.lengths.model import fit_model
+from flexfloor.world.lengths.observations import Observations
+from flexfloor.world.lengths.store import LengthHistory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def show_history(file: Path) -> int:
+    """What is in the file, and how much prompts and epochs say about lengths."""
+    from flexfloor.world.memory import format_bytes
+
+    with LengthHistory(file, create=False) as history:
+        observed = history.load()
+    table = _table("Length history", "", "")
+    rows = {"file": f"{file} ({format_bytes(file.stat().st_size)})", "responses": format_count(len(observed))}
+    if len(observed):
+        rows |= _described(observed)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    print_table(table)
+    return 0
+
+
+def _described(observed: Observations) -> dict[str, str]:
+    tokens = observed.tokens
+    model = fit_model(observed, float(np.log(max(int(observed.max_tokens.max()), 1))))
+    known = model.between / (model.between + model.within)
+    quantiles = " / ".join(format_count(q) for q in np.quantile(tokens, [0.5, 0.9, 0.99, 1.0]))
+    samplings = [observed.samplings[i] or "(not told)" for i in np.unique(observed.sampling).tolist()]
+    return {
+        "prompts": format_count(len(np.unique(observed.prompt))),
+        "epochs": f"{format_count(len(np.unique(observed.epoch)))} (last {observed.epoch.max()})",
+        "of evaluations": f"{observed.evaluation.mean():.1%}",
+        "sampling": "; ".join(samplings[:3]) + (f"; {len(samplings) - 3} more" if len(samplings) > 3 else ""),
+        "mean tokens": format_count(float(tokens.mean())),
+        "median / p90 / p99 / most": quantiles,
+        "cut by the limit": f"{observed.censored.mean():.1%}",
+        "explained by the prompt": f"{known:.0%} of the variance of log length",
+        "change from epoch to epoch": f"{np.expm1(np.sqrt(model.drift)):.0%}",
+    }
+
+
+def export_to(file: Path, out: Path) -> int:
+    check_outputs({"--out": out}, {"FILE": file})
+    with LengthHistory(file, create=False) as history:
+        count = export_history(history, out)
+    print(f"{format_count(count)} responses written to {out}")
+    return 0
+
+
+def import_from(file: Path, source: Path) -> int:
+    if file.exists() and source.exists() and file.samefile(source):
+        raise InputError(f"--from {source} is the history itself; name an exported file")
+    made = not file.exists()
+    try:
+        with LengthHistory(file) as history:
+            count = import_history(history, source)
+    except BaseException:
+        if made:  # a refused import leaves nothing behind
+            file.unlink(missing_ok=True)
+        raise
+    print(f"{format_count(count)} responses added to {file}")
+    return 0
+
+
+def score_history(file: Path) -> int:
+    """The newest epoch as the earlier ones would have forecast it."""
+    with LengthHistory(file, create=False) as history:
+        observed = history.load()
+    try:
+        scores = score_last_epoch(observed)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    names = ("forecast", "responses", "pinball loss", "in 50%", "in 90%", "below .9", "rank corr.", "width")
+    table = _table("Forecasts of the last epoch", *names)
+    for name, own in scores.items():
+        shares = (f"{value:.1%}" for value in (own.coverage_50, own.coverage_90, own.below_90))
+        row = (format_count(own.responses), f"{own.pinball:.1f}", *shares, f"{own.rank_correlation:.2f}")
+        table.add_row(name, *row, f"{own.sharpness:.2f}")
+    print_table(table)
+    return 0
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold", show_header=any(columns))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    return table

@@ -1,0 +1,28 @@
+"""What a policy may know of lengths, by name."""
+
+from __future__ import annotations
+
+from flexfloor.errors import InputError
+from flexfloor.world.lengths.base import ForcedLengths, Lengths
+from flexfloor.world.lengths.forecast import HistoryLengths
+from flexfloor.world.lengths.observations import Observations
+from flexfloor.world.lengths.store import LengthHistory
+
+KNOWLEDGE = ("none", "history", "shuffled", "oracle")
+
+
+def make_lengths(knowledge: str, history: LengthHistory | Observations | None = None, seed: int = 0) -> Lengths:
+    """none: what the rollout itself shows. history: earlier epochs. shuffled: those of other prompts, to see whether a
+    wrong history does harm; seed: which others. oracle: the forced lengths.
+
+    Raises InputError naming the choices, or what is missing.
+    """
+    if knowledge not in KNOWLEDGE:
+        raise InputError(f"knowledge {knowledge!r} is not known; there is {', '.join(KNOWLEDGE)}")
+    if knowledge == "oracle":
+        return ForcedLengths()
+    if knowledge == "none":
+        return HistoryLengths(None)
+    if history is None:
+        raise InputError(f"knowledge {knowledge!r} needs a length history; give --history")
+    return HistoryLengths(history, shuffle_seed=seed if knowledge == "shuffled" else None)
