@@ -30,7 +30,7 @@ from flexfloor.ledger.events import (
 )
 from flexfloor.policy import Policy, make_policy
 from flexfloor.requests import Request, Response, hash_responses
-from flexfloor.world.costs import load_profile
+from flexfloor.world.costs import DeviceProfile, load_profile
 from flexfloor.world.lengths.base import Lengths, check_oracle
 from flexfloor.world.lengths.knowledge import make_lengths
 from flexfloor.world.lengths.store import LengthHistory
@@ -84,7 +84,7 @@ class Rollout:
         history: LengthHistory | Path | str | None = None,
         max_slowdown: float = 0.02,
         min_workers: int = 1,
-        profile: str | Path = "h200",
+        profile: str | Path | DeviceProfile = "h200",
         chunk: int = 16,
         ledger: LedgerWriter | Path | str | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
@@ -104,7 +104,7 @@ class Rollout:
                 max_slowdown=max_slowdown,
                 min_workers=min_workers,
                 workers=fleet.info.workers,
-                profile=load_profile(profile),
+                profile=profile if isinstance(profile, DeviceProfile) else load_profile(profile),
                 time_scale=fleet.info.pace or 1.0,
             )
         self._fleet, self._policy, self._chunk = fleet, policy, chunk
@@ -335,7 +335,7 @@ def rollout(
     history: LengthHistory | Path | str | None = None,
     max_slowdown: float = 0.02,
     min_workers: int = 1,
-    profile: str | Path = "h200",
+    profile: str | Path | DeviceProfile = "h200",
     order: str = "arrival",
     chunk: int = 16,
     ledger: LedgerWriter | Path | str | None = None,
