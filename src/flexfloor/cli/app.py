@@ -102,6 +102,68 @@ def doctor(
     return run
 
 
+history = typer.Typer(
+    help="Look at a length history, export and import it, and score its forecasts.",
+    rich_markup_mode=None,
+)
+app.add_typer(history, name="history")
+HistoryFile = Annotated[Path, typer.Argument(metavar="FILE", help="the length history", show_default=False)]
+
+
+@history.command("show")
+def history_show(file: HistoryFile) -> Command:
+    """Show what the history holds, and how much prompts and epochs say about lengths."""
+
+    def run() -> int:
+        from flexfloor.cli.history import show_history
+
+        return show_history(file)
+
+    return run
+
+
+@history.command("export")
+def history_export(
+    file: HistoryFile,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSONL, or Parquet if named .parquet")],
+) -> Command:
+    """Write every observed response to a file."""
+
+    def run() -> int:
+        from flexfloor.cli.history import export_to
+
+        return export_to(file, out)
+
+    return run
+
+
+@history.command("import")
+def history_import(
+    file: HistoryFile,
+    source: Annotated[Path, typer.Option("--from", metavar="FILE", help="an exported JSONL or .parquet file")],
+) -> Command:
+    """Add the responses of an exported file, all or none; the history is made if there is none."""
+
+    def run() -> int:
+        from flexfloor.cli.history import import_from
+
+        return import_from(file, source)
+
+    return run
+
+
+@history.command("score")
+def history_score(file: HistoryFile) -> Command:
+    """Forecast the newest epoch from the earlier ones and show how good that is, beside knowing less."""
+
+    def run() -> int:
+        from flexfloor.cli.history import score_history
+
+        return score_history(file)
+
+    return run
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 1 failed, 2 bad input, 128 + signal when stopped."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)

@@ -16,6 +16,8 @@ from flexfloor.world.lengths.observations import Observations
 SCORE_LEVELS = np.unique(np.concatenate([np.arange(1, 100, 2), [10, 50, 90]])) / 100
 """Levels of the quantiles that a forecast is judged by."""
 
+_MOST_SCORED = 20_000  # responses of the last epoch
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -102,12 +104,13 @@ def score_last_epoch(observed: Observations) -> dict[str, Scores]:
     """The newest epoch forecast before it began: from the earlier epochs (history), from these without knowing which
     prompt is which (pooled), and from nothing (none).
 
-    Raises InputError where there are fewer than two epochs.
+    Of a large epoch every so many responses are taken. Raises InputError where there are fewer than two epochs.
     """
     if len(np.unique(observed.epoch)) < 2:
         raise InputError("the history has fewer than two epochs, so that no forecast can be held against the last one")
     last = observed.epoch == observed.epoch.max()
-    earlier, truth = observed.where(~last), observed.where(last)
+    chosen = np.flatnonzero(last)
+    earlier, truth = observed.where(~last), observed.where(chosen[:: -(-len(chosen) // _MOST_SCORED)])
     split = "eval" if truth.evaluation.all() else "train"
     samplings = {truth.samplings[i] for i in np.unique(truth.sampling)}
     keys = [truth.keys[i] for i in truth.prompt.tolist()]
