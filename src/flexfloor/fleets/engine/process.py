@@ -30,13 +30,13 @@ class WorkerProcess:
         from flexfloor.fleets.engine import worker as module
 
         self._send(HEARTBEAT, READY, None)
-        worker: module.Worker | None = None
+        worker: Any = None
         while True:
             number, verb, arguments = self._commands.get()
             try:
                 if verb == "init":
                     config, interval = arguments
-                    worker = module.Worker(config)
+                    worker = config.make_worker() if hasattr(config, "make_worker") else module.Worker(config)
                     threading.Thread(target=self._beat, args=(worker, interval), daemon=True).start()
                     value: Any = None
                 else:
