@@ -164,6 +164,72 @@ def history_score(file: HistoryFile) -> Command:
     return run
 
 
+@app.command()
+def calibrate(
+    ledgers: Annotated[list[Path], typer.Argument(metavar="LEDGER...", help="of runs on real workers, without --pace")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the profile, a .toml file")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="NAME|FILE", help="profile for what the runs do not tell [default: cpu or h200]"
+        ),
+    ] = None,
+    cores: Annotated[
+        float | None,
+        typer.Option("--cores", min=1, metavar="N", help="processors that all workers share [default: this machine's]"),
+    ] = None,
+) -> Command:
+    """Fit a device profile to the iterations of real runs, and state its error on iterations that it did not see."""
+
+    def run() -> int:
+        from flexfloor.cli.calibrate import run_calibrate
+
+        return run_calibrate(ledgers, out, base, cores)
+
+    return run
+
+
+@app.command("profile-comm")
+def profile_comm(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the latency table, a .toml file")],
+    workers: Annotated[str, typer.Option("--workers", metavar="N,N,...", help="sizes of groups")] = "2,4",
+    tokens: Annotated[
+        str, typer.Option("--tokens", metavar="N,N,...", help="rows of a worker; the fewest make the table")
+    ] = "1,32,256",
+    model_config: Annotated[
+        str, typer.Option("--model-config", metavar="NAME|FILE", help="whose rows: a config.json, or a published model")
+    ] = "qwen3-30b-a3b",
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="NAME|FILE", help="write this profile with its latencies replaced")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="exchanges of each kind, of which the median")] = 200,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option("--dtype", help="auto: as in the config")] = "auto",
+    transport: Annotated[str, typer.Option("--transport", metavar="auto|socket|gloo|nccl")] = "auto",
+    launcher: Annotated[str, typer.Option("--launcher", metavar="NAME")] = "local",
+    worker_timeout: Annotated[float, typer.Option("--worker-timeout", metavar="SECONDS")] = 30.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress lines")] = False,
+) -> Command:
+    """Measure dispatch and combine by size of the group on this machine, for the latency table of a profile."""
+
+    def run() -> int:
+        from flexfloor.cli.profile_comm import run_profile_comm
+
+        engine = {"device": device, "dtype": dtype, "transport": transport, "launcher": launcher}
+        return run_profile_comm(
+            out=out,
+            workers=workers,
+            tokens=tokens,
+            model_config=model_config,
+            base=base,
+            repeats=repeats,
+            quiet=quiet,
+            engine=engine | {"worker_timeout": worker_timeout},
+        )
+
+    return run
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 1 failed, 2 bad input, 128 + signal when stopped."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
