@@ -20,6 +20,7 @@ from flexfloor.world.lengths.siblings import Siblings, hear_siblings, share_of_p
 _LITTLE = 64  # responses of a history that only serve as a guess of mean and variance
 _HISTORY_WEIGHT = 1000.0  # most responses that a history's curve counts for beside this rollout's
 _MOST_SCORED = 1000  # responses that drift and trust are judged by
+_RARE = 0.02  # how likely a shift is that has nothing to do with the usual drift
 _TRUSTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 _TRUST_PRIOR = np.log([0.05, 0.05, 0.1, 0.2, 0.6])
 _GUESS_WEIGHT = 8.0  # responses that the shape of a rollout without history starts from
@@ -189,7 +190,9 @@ def _judge(
                     else:
                         gain[:, at] = np.log(own.density(z[:, at], cap[:, at]) / spread[at])
             found[i] = temper * (gain @ mass)
-        found -= np.log1p(shifts**2 / model.drift)
+        # Most epochs drift as epochs do; a few are another matter.
+        usual = np.exp(-0.5 * shifts**2 / model.drift) / np.sqrt(model.drift)
+        found += np.log(usual + _RARE / (1.0 + (2.0 * shifts) ** 2))
         return found + np.interp(trusts, _TRUSTS, _TRUST_PRIOR)[:, None]
 
     coarse = np.linspace(-3.0, 3.0, 31)

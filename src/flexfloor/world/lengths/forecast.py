@@ -116,7 +116,8 @@ class HistoryLengths:
             at = np.flatnonzero(known == which)
             below = np.where(generated[at] > 0, curve.below(z[at], cap[at]), 0.0)
             total[at] = curve.quantile(below + levels[at] * (1.0 - below), cap[at])
-        tokens = np.exp(np.minimum(center + spread * total, np.log(limit)))
+        # The limit itself, and not what is left of it after logarithms and back.
+        tokens = np.where(total >= cap, limit, np.exp(np.minimum(center + spread * total, np.log(limit))))
         return np.clip(tokens - generated, 1.0, np.maximum(limit - generated, 1.0))
 
     def _current(self) -> Outlook:

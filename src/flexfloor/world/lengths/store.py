@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sqlite3
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from flexfloor.world.lengths.observations import MOST, SPLITS, Observations, Spl
 APPLICATION_ID = 0x464C5848  # "FLXH"
 SCHEMA_VERSION = 1
 _MAGIC = b"SQLite format 3\0"
+_HEADER = 100
 
 # What all responses of a batch share stands once; a response is five small integers, about 15 bytes.
 _SCHEMA = """
@@ -288,16 +289,18 @@ def _check_file(path: Path, create: bool) -> None:
         if not path.absolute().parent.is_dir():
             raise InputError(f"{path}: the folder of the history does not exist; make it")
         return
-    try:
-        with path.open("rb") as file:
-            header = file.read(100)
-    except OSError as error:
-        raise InputError(f"{path}: history cannot be read ({error.strerror}); name another file") from None
-    # A crash while the file was made leaves it empty, or incomplete with a journal that takes it back.
-    if not header or (len(header) < 100 and Path(f"{path}-journal").exists()):
-        return
-    if len(header) < 100 or not header.startswith(_MAGIC):
-        raise InputError(f"{path}: is not a length history (no SQLite file); name another file")
+    for attempt in range(3):
+        header, size = _header(path)
+        # A crash while the file was made leaves it empty, or incomplete with a journal that takes it back.
+        if not header or Path(f"{path}-journal").exists():
+            return
+        if len(header) < _HEADER or not header.startswith(_MAGIC):
+            raise InputError(f"{path}: is not a length history (no SQLite file); name another file")
+        if not _lacks_pages(header, size):
+            break
+        if attempt == 2:
+            raise InputError(f"{path}: history is damaged, it ends too early; restore a copy, or name another file")
+        time.sleep(0.05)  # another process may have been writing between our two looks
     version, application = _field(header, 60), _field(header, 68)
     if application != APPLICATION_ID:
         raise InputError(f"{path}: is not a length history (SQLite file of another application); name another file")
@@ -308,6 +311,22 @@ def _check_file(path: Path, create: bool) -> None:
         )
 
 
-def _field(header: Any, offset: int) -> int:
+def _header(path: Path) -> tuple[bytes, int]:
+    """(SQLite's header, size of the file)."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEADER), path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{path}: history cannot be read ({error.strerror}); name another file") from None
+
+
+def _lacks_pages(header: bytes, size: int) -> bool:
+    """Whether the file is shorter than it says; an old SQLite that does not say is told by two differing counters."""
+    page = int(struct.unpack_from(">H", header, 16)[0])
+    says = _field(header, 24) == _field(header, 92)
+    return says and _field(header, 28) * (65536 if page == 1 else page) > size
+
+
+def _field(header: bytes, offset: int) -> int:
     """A big-endian number of SQLite's file header (sqlite.org/fileformat2.html, 1.3)."""
     return int(struct.unpack_from(">I", header, offset)[0])

@@ -1,0 +1,241 @@
+"""Histories that travel as JSONL or Parquet, and the commands `flexfloor history …`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_history import rows_of, step
+
+from flexfloor.cli import main
+from flexfloor.errors import InputError
+from flexfloor.world.lengths.exchange import export_history, import_history
+from flexfloor.world.lengths.observations import MOST, Observations
+from flexfloor.world.lengths.store import LengthHistory
+
+ROW = {
+    "prompt_key": "a",
+    "split": "train",
+    "sampling": "temperature=1",
+    "epoch": 3,
+    "policy_version": 0,
+    "response_tokens": 12,
+    "max_tokens": 100,
+    "censored": False,
+    "prompt_tokens": 7,
+}
+
+
+def full(path: Path | str = ":memory:", epochs: int = 3) -> LengthHistory:
+    """Every prompt has its own length, which grows by a tenth from epoch to epoch; an eighth of the lengths is cut."""
+    rng = np.random.default_rng(0)
+    history = LengthHistory(path)
+    own = np.repeat(rng.normal(5.0, 0.8, 100), 4)
+    for epoch in range(epochs):
+        wanted = np.exp(own + 0.1 * epoch + rng.normal(0, 0.2, 400)).astype(int) + 1
+        history.observe_lengths(
+            Observations.from_lengths(
+                [f"prompt é{i}" for i in range(100)],
+                np.repeat(np.arange(100), 4),
+                np.minimum(wanted, 400),
+                max_tokens=400,
+                censored=wanted >= 400,
+                prompt_tokens=20,
+                policy_version=epoch,
+            )
+        )
+    return history
+
+
+@pytest.mark.parametrize("name", ["lengths.jsonl", "lengths.parquet"])
+def test_a_history_travels(tmp_path: Path, name: str):
+    with full() as history:
+        before = history.load()
+        assert export_history(history, tmp_path / name) == 1200
+    with LengthHistory(tmp_path / "copy.db") as copy:
+        assert import_history(copy, tmp_path / name) == 1200
+        after = copy.load()
+        assert rows_of(after) == rows_of(before)
+        assert after.tokens.tolist() == before.tokens.tolist(), "in the same order"
+        assert copy.observe_lengths(step()) == 3, "what is observed next is newer than all that was imported"
+
+
+ROWS = st.fixed_dictionaries(
+    {
+        "prompt_key": st.text(st.characters(exclude_categories=["Cs"])),
+        "split": st.sampled_from(["train", "eval"]),
+        "sampling": st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+        "epoch": st.integers(0, MOST - 2),
+        "policy_version": st.integers(0, MOST - 1),
+        "response_tokens": st.integers(0, MOST - 1),
+        "max_tokens": st.integers(1, MOST - 1),
+        "censored": st.booleans(),
+        "prompt_tokens": st.integers(0, MOST - 1),
+    }
+)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=8))
+def test_any_rows_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]):
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with LengthHistory(":memory:") as history:
+        import_history(history, folder / "in.jsonl")
+        export_history(history, folder / "out.jsonl")
+    lines = (folder / "out.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in lines if line] == rows
+
+
+REFUSED = {
+    "no JSON": ("{oops\n", "line 1 is not JSON; write one JSON object a line"),
+    "not UTF-8": (b"\xff\xfe\n", "line 1 is not JSON"),
+    "no object": ("7\n", "line 1 is not an object; write the fields prompt_key, split"),
+    "nothing": ("\n\n", "holds no responses; give at least one"),
+    "NaN": (ROW | {"response_tokens": float("nan")}, "line 1: response_tokens is nan; give a whole number from 0"),
+    "infinite": (ROW | {"response_tokens": float("inf")}, "line 1: response_tokens is inf"),
+    "fraction": (ROW | {"response_tokens": 1.5}, "line 1: response_tokens is 1.5"),
+    "negative": (ROW | {"response_tokens": -1}, "line 1: response_tokens is -1"),
+    "huge": (ROW | {"response_tokens": 10**30}, "line 1: response_tokens is 1000"),
+    "true": (ROW | {"epoch": True}, "line 1: epoch is True; give a whole number from 0"),
+    "no limit": (ROW | {"max_tokens": 0}, "line 1: max_tokens is 0; give a whole number from 1"),
+    "key": (ROW | {"prompt_key": 5}, "line 1: prompt_key is 5; give a string"),
+    "half a character": (ROW | {"prompt_key": "\ud800"}, "line 1: prompt_key is '\\ud800'; give a string"),
+    "split": (ROW | {"split": "test"}, "line 1: split is 'test'; give train or eval"),
+    "censored": (ROW | {"censored": 1}, "line 1: censored is 1; give true or false"),
+    "missing field": ({k: v for k, v in ROW.items() if k != "epoch"}, "line 1 has no epoch; give it"),
+    "second line": (json.dumps(ROW) + "\n[]\n", "line 2 is not an object"),
+    "epoch without end": (ROW | {"epoch": MOST - 1}, None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_cannot_be_used_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    content, reason = REFUSED[name]
+    source, file = tmp_path / "in.jsonl", tmp_path / "lengths.db"
+    text = json.dumps(content) + "\n" if isinstance(content, dict) else content
+    source.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with LengthHistory(file) as history:
+        history.observe_lengths(step())
+    before = file.read_bytes()
+    code = main(["history", "import", str(file), "--from", str(source)])
+    out, err = capsys.readouterr()
+    if reason is None:
+        assert code == 0
+        assert main(["history", "import", str(file), "--from", str(source)]) == 0, "epochs of a file are kept"
+        with LengthHistory(file) as history, pytest.raises(InputError, match="is too large"):
+            history.observe_lengths(step())
+        return
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith(f"flexfloor: error: {source}: ")
+    assert reason in err
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"PAR1 but no more", b""], ids=["broken", "empty"])
+def test_a_broken_parquet_file_is_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "in.parquet").write_bytes(content)
+    with LengthHistory(":memory:") as history, pytest.raises(InputError, match="cannot be read as Parquet"):
+        import_history(history, tmp_path / "in.parquet")
+
+
+def test_nulls_in_parquet_are_named(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([ROW, ROW | {"max_tokens": None}]), tmp_path / "in.parquet")
+    with LengthHistory(":memory:") as history, pytest.raises(InputError, match="row 2: max_tokens is None"):
+        import_history(history, tmp_path / "in.parquet")
+
+
+def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with full() as history, pytest.raises(InputError, match=r"pip install 'flexfloor\[parquet\]'"):
+        export_history(history, tmp_path / "out.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_tells_what_a_history_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full(tmp_path / "lengths.db").close()
+    assert main(["history", "show", str(tmp_path / "lengths.db")]) == 0
+    out = capsys.readouterr().out
+    told = {line[:28].strip(): line[28:].strip() for line in out.splitlines()}
+    assert told["responses"] == "1 200"
+    assert told["prompts"] == "100"
+    assert told["epochs"] == "3 (last 2)"
+    assert told["sampling"] == "(not told)"
+    share = int(told["explained by the prompt"].split("%")[0])
+    assert 88 <= share <= 98, "0.8² of 0.8² + 0.2² is 94%"
+    change = int(told["change from epoch to epoch"].split("%")[0])
+    assert 7 <= change <= 14
+
+
+def test_an_empty_history_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    LengthHistory(tmp_path / "lengths.db").close()
+    assert main(["history", "show", str(tmp_path / "lengths.db")]) == 0
+    assert "responses" in capsys.readouterr().out
+
+
+def test_score_shows_what_history_is_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full(tmp_path / "lengths.db").close()
+    assert main(["history", "score", str(tmp_path / "lengths.db")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    loss = {line.split()[0]: float(line.split()[2]) for line in lines if line.count("%") == 3}
+    assert loss["history"] < 0.6 * loss["pooled"]
+    assert loss["pooled"] < loss["none"]
+
+
+def test_export_and_import_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full(tmp_path / "lengths.db").close()
+    for name in ("out.jsonl", "out.parquet"):
+        assert main(["history", "export", str(tmp_path / "lengths.db"), "--out", str(tmp_path / name)]) == 0
+        assert main(["history", "import", str(tmp_path / f"{name}.db"), "--from", str(tmp_path / name)]) == 0
+        with LengthHistory(tmp_path / "lengths.db") as one, LengthHistory(tmp_path / f"{name}.db") as other:
+            assert rows_of(one.load()) == rows_of(other.load())
+    assert "1 200 responses added to" in capsys.readouterr().out
+
+
+Wrong = Callable[[Path], list[str]]
+CALLS: dict[str, tuple[Wrong, str]] = {
+    "no file": (lambda d: ["show", f"{d}/none.db"], "there is no history; name a file"),
+    "no file to export": (lambda d: ["export", f"{d}/none.db", "--out", f"{d}/out"], "there is no history"),
+    "foreign": (lambda d: ["show", f"{d}/text"], "is not a length history"),
+    "onto itself": (lambda d: ["export", f"{d}/good.db", "--out", f"{d}/good.db"], "--out and FILE are the same file"),
+    "from itself": (lambda d: ["import", f"{d}/good.db", "--from", f"{d}/good.db"], "is the history itself"),
+    "into a folder": (lambda d: ["export", f"{d}/good.db", "--out", str(d)], "--out"),
+    "from nowhere": (lambda d: ["import", f"{d}/new.db", "--from", f"{d}/none"], "cannot be read"),
+    "from a folder": (lambda d: ["import", f"{d}/new.db", "--from", str(d)], "is a folder"),
+    "one epoch": (lambda d: ["score", f"{d}/good.db"], "fewer than two epochs"),
+    "no command": (lambda d: [], "Missing command"),
+    "no out": (lambda d: ["export", f"{d}/good.db"], "--out"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_cannot_work_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    full(tmp_path / "good.db", epochs=1).close()
+    (tmp_path / "text").write_text("hello")
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    arguments, reason = CALLS[name]
+    code = main(["history", *arguments(tmp_path)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("flexfloor: error: ")
+    assert err.count("\n") == 1
+    assert reason in err
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_history_that_may_not_be_written_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full(tmp_path / "lengths.db").close()
+    (tmp_path / "lengths.db").chmod(0o444)
+    assert main(["history", "show", str(tmp_path / "lengths.db")]) == 0
+    with LengthHistory(tmp_path / "lengths.db") as history, pytest.raises(InputError, match="cannot be written"):
+        history.observe_lengths(step())
