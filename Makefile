@@ -29,7 +29,7 @@ install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --qu
 FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
   test_prompts.py test_resize.py test_weights.py)
 
-.PHONY: help setup demo demo-real test test-transformers-floor bench bench-elastic bench-real bench-vllm lint clean
+.PHONY: help setup demo demo-real test test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -88,6 +88,10 @@ bench-elastic: setup  ## what releasing workers saves: all policies side by side
 	$(BIN)/python benchmarks/bench_elastic.py
 	$(BIN)/python benchmarks/bench_elastic.py --workers 8
 	$(BIN)/python benchmarks/bench_elastic.py --pinned
+
+# TRACE=FILE.csv: a trace with the dapo workload; without it the rows that need one are left out.
+bench-gates: setup  ## simulated: what releasing workers must be worth, wanted and reached (hours; TRACE=FILE.csv)
+	$(BIN)/python benchmarks/gates.py $(if $(TRACE),--trace $(TRACE))
 
 bench-real: $(SMOLLM2)/config.json  ## real text: against stock transformers, rightness and speed (12 GB memory)
 	$(BIN)/python benchmarks/bench_real.py --model $(SMOLLM2)

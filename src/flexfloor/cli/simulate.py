@@ -26,6 +26,12 @@ _RATIOS = {
     "planned": "to\nplanned",
     "fixed:best": "to best\nfixed:N",
 }
+_LEGEND = (
+    "tokens per occupied second / throughput, as ratios; with several seeds medians, and minima below them",
+    "best fixed:N: in hindsight, for every seed; *: no row of the same workers, load and knowledge has more of both",
+    "of ref., of LP: worker-seconds of the clairvoyant reference and of the lower bound, over those of the policy",
+    "nothing here was measured: times come from the cost model of the device profile",
+)
 
 
 def run_simulate(settings: SimulateSettings) -> int:
@@ -66,9 +72,8 @@ def run_simulate(settings: SimulateSettings) -> int:
         versions = {name: version(name) for name in ("flexfloor", "numpy", "scipy", "numba")}
         write_json(settings.out, to_json(experiment, runs, rows, versions, settings.model_dump(mode="json")))
     print_table(make_table(rows, experiment.scenario.name, experiment.device.name))
-    print("  tokens per occupied second / throughput, as ratios; with several seeds medians, and minima below them")
-    print("  P: no row of the same workers, load and knowledge has more of both. ref., LP: worker-seconds of the")
-    print("  clairvoyant reference and of the lower bound, over those of the policy. Nothing here was measured.")
+    for line in _LEGEND:
+        print(f"  {line}")
     if settings.out:
         print(f"  result  {settings.out}")
     return 0
@@ -131,28 +136,19 @@ def make_table(rows: Sequence[Row], scenario: str, device: str) -> Table:
     title = f"Simulated: {scenario} on {device}, {seeds} seed{'s' if seeds > 1 else ''}"
     table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold", collapse_padding=True)
     shown = {name: head for name, head in _RATIOS.items() if any(name in row.ratios for row in rows)}
-    several = {
-        "workers\n× load": len({(row.workers, row.load) for row in rows}) > 1,
-        "know-\nledge": len({row.knowledge for row in rows} - {None}) > 1,
-        "slow-\ndown": len({row.max_slowdown for row in rows} - {None}) > 1,
-    }
+    named = [len({getattr(row, name) for row in rows} - {None}) > 1 for name in ("knowledge", "max_slowdown")]
+    sweeps = len({(row.workers, row.load) for row in rows}) > 1
     table.add_column("\npolicy", no_wrap=True)
-    for head, needed in several.items():
-        if needed:
-            table.add_column(head, no_wrap=True)
-    table.add_column("")
-    for head in (*shown.values(), "post-\nfinish", "pre-\nempt.", "\nresizes", "\nstall", "of\nref.", "of\nLP"):
-        table.add_column(head, justify="right")
+    if sweeps:
+        table.add_column("workers\n×load", no_wrap=True)
+    for head in (*shown.values(), "post-\nfinish", "pre-\nempt.", "re-\nsizes", "\nstall", "of\nref.", "of\nLP"):
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        places = (f"{row.workers} × {row.load}", row.knowledge or "", _share(row.max_slowdown))
-        own = [place for place, needed in zip(places, several.values(), strict=True) if needed]
-        ratios = [_pairs(row.ratios.get(name), seeds) for name in shown]
         table.add_row(
-            _name(row),
-            *own,
-            "P" if row.pareto else "",
-            *ratios,
-            f"{row.post_finish_share.median:.1%}",
+            _name(row, *named),
+            *([f"{row.workers}×{row.load}"] if sweeps else []),
+            *(_pairs(row.ratios.get(name), seeds) for name in shown),
+            f"{row.post_finish_share.median:.0%}",
             format_count(row.preemptions),
             format_count(row.resizes),
             f"{row.stall_share.median:.1%}",
@@ -162,16 +158,22 @@ def make_table(rows: Sequence[Row], scenario: str, device: str) -> Table:
     return table
 
 
-def _name(row: Row) -> str:
-    """The policy; of `fixed:best` also which ones ran."""
-    if row.policy != "fixed:best":
-        return row.policy
-    chosen = dict.fromkeys(sorted(name.removeprefix("fixed:").replace("planned", str(row.workers)) for name in row.ran))
-    return f"fixed:best ({', '.join(chosen)})"
+def _name(row: Row, knowledge: bool, slowdown: bool) -> str:
+    """The policy, where asked for with its knowledge and max_slowdown; a star if nothing beats it."""
+    parts = [row.policy]
+    if row.policy == "fixed:best":
+        counts = {int(name.removeprefix("fixed:").replace("planned", str(row.workers))) for name in row.ran}
+        parts = ["fixed:" + ",".join(map(str, sorted(counts)))]
+    if knowledge and row.knowledge is not None:
+        parts.append(row.knowledge)
+    if slowdown and row.max_slowdown is not None:
+        parts.append(_share(row.max_slowdown))
+    return " ".join(parts) + (" *" if row.pareto else "")
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}" if value * 100 == round(value * 100) else f"{value:.1%}"
+def _share(value: float) -> str:
+    """0.02 → '2%', 0.025 → '2.5%'."""
+    return f"{value * 100:.6g}%"
 
 
 def _pairs(ratios: tuple[Spread, Spread] | None, seeds: int) -> str:
