@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ HELD_OUT = 5
 LEAST_ITERATIONS = 100
 _ROUNDS = 12
 _OUTLIER = 3.0  # standard deviations, estimated from the median deviation
+_NEVER_OUTLIER = 0.15  # relative error; what fits worse than the best half is not yet an accident
 _LEAST_RESIZES = 3
 _SAME = (
     "dtype",
@@ -195,7 +196,7 @@ def calibrate(runs: Sequence[Run], base: DeviceProfile, cores: float = math.inf)
     parameters, outliers = model.fit(measured, ~held)
     resizing, kept = _fit_resizes(np.concatenate([r.resizes for r in runs]))
     looks = max(0.0, _median([r.looks_s for r in runs])) + max(0.0, _median([r.between_s for r in runs]))
-    profile = replace(model.profile(parameters), look_s=looks, **resizing)
+    profile = _rounded(replace(model.profile(parameters), look_s=looks, **resizing))
     predicted = np.concatenate([r.predict(profile) for r in runs])
     workers = np.concatenate([r.counts[0] for r in runs]).astype(int)
     by_workers = {
@@ -222,6 +223,14 @@ def _median(parts: Sequence[np.ndarray]) -> float:
     return float(np.median(values)) if len(values) else 0.0
 
 
+def _rounded(profile: DeviceProfile) -> DeviceProfile:
+    """With five digits a number, more than any fit tells."""
+    numbers = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    short = {name: float(f"{value:.5g}") for name, value in numbers.items() if isinstance(value, float)}
+    latencies = tuple((size, float(f"{seconds:.5g}")) for size, seconds in profile.latency_s)
+    return replace(profile, **short | {"latency_s": latencies})
+
+
 class _Model:
     """The iteration time as a function of the fitted parameters, over the iterations of runs.
 
@@ -232,33 +241,45 @@ class _Model:
     def __init__(self, runs: Sequence[Run], base: DeviceProfile, cores: float) -> None:
         self._runs, self._base, self._cores = runs, base, cores
         self._sizes = sorted({int(m) for run in runs for m in run.counts[0] if m > 1})
-        self.kept = ("node_link", "cross_link", "ranks_per_node") + (
-            () if self._sizes else ("latency_s", "gather_link")
-        )
+        self.kept: tuple[str, ...] = ("node_link", "cross_link", "ranks_per_node")
+        self.kept += () if self._sizes else ("latency_s", "gather_link")
 
     def fit(self, measured: np.ndarray, use: np.ndarray) -> tuple[np.ndarray, int]:
-        """The parameters, and how many of the iterations `use` (bool) were left out as outliers."""
+        """The parameters, and how many of the iterations `use` (bool) were left out as outliers.
+
+        A speed of the device whose time does not show is the base's: a model that needs more of it may follow.
+        """
+        free = np.ones(len(self._start()), dtype=bool)
+        parameters, outliers = self._fit(measured, use, free)
+        hidden = {i: name for i, name in ((1, "bandwidth"), (2, "flops")) if parameters[i] <= 0}
+        if hidden:
+            free[list(hidden)] = False
+            self.kept += tuple(hidden.values())
+            parameters, outliers = self._fit(measured, use, free)
+        return parameters, outliers
+
+    def _fit(self, measured: np.ndarray, use: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, int]:
         scale = self._start()
-        parameters, kept, weight = scale, use, 1 / measured
+        parameters, kept, weight = scale.copy(), use, 1 / measured
         for _ in range(_ROUNDS):
             slopes, rest = self._linearise(parameters, scale)
-            rows = kept & np.isfinite(weight)
-            scaled = (slopes * scale)[rows] * weight[rows, None]
-            parameters = scale * nnls(scaled, (measured - rest)[rows] * weight[rows])[0]
+            rest += slopes[:, ~free] @ parameters[~free]
+            scaled = (slopes * scale)[:, free][kept] * weight[kept, None]
+            parameters[free] = scale[free] * nnls(scaled, (measured - rest)[kept] * weight[kept])[0]
             predicted = self._predict(parameters)
             off = measured / predicted - 1
             deviation = 1.4826 * np.median(np.abs(off[use]))
-            kept = use & (np.abs(off) <= max(_OUTLIER * deviation, 1e-9))
+            kept = use & (np.abs(off) <= max(_OUTLIER * deviation, _NEVER_OUTLIER))
             weight = 1 / predicted
         return parameters, int(use.sum() - kept.sum())
 
     def profile(self, parameters: np.ndarray) -> DeviceProfile:
         fixed_s, per_byte, per_operation, row_s, *grouped = parameters.tolist()
         values: dict[str, Any] = {"name": "calibrated", "cores": self._cores, "fixed_s": fixed_s, "row_s": row_s}
-        values |= {"bandwidth": _speed(per_byte), "flops": _speed(per_operation)}
+        values |= {"bandwidth": _speed(per_byte), "flops": _speed(per_operation)}  # 0 only on the way
         if grouped:
             gather, *latencies = grouped
-            values["gather_link"] = 1 / gather if gather > 0 else math.inf
+            values["gather_link"] = _speed(gather)
             values["latency_s"] = tuple(zip(self._sizes, latencies, strict=True))
         return replace(self._base, **values)
 
@@ -285,8 +306,7 @@ class _Model:
 
 
 def _speed(inverse: float) -> float:
-    """A speed that takes no time to speak of where the fit found none: a file holds no infinite one."""
-    return 1 / max(inverse, 1e-18)
+    return 1 / inverse if inverse > 0 else math.inf
 
 
 def _fit_resizes(resizes: np.ndarray) -> tuple[dict[str, Any], tuple[str, ...]]:
