@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +29,7 @@ FEW = ["--tokens", "1,8", "--repeats", "10", "--model-config", "olmoe-1b-7b", "-
 def children() -> set[int]:
     """Worker processes; the nursery that forks them stays with its driver."""
     mine = psutil.Process().children(recursive=True)
-    return {p.pid for p in mine if p.parent() and p.parent().pid != os.getpid() and p.status() != "zombie"}
+    return {p.pid for p in mine if p.ppid() != os.getpid() and p.status() != "zombie"}
 
 
 def test_a_table_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -64,7 +65,7 @@ def test_more_rows_take_longer():
 def test_a_worker_that_dies_ends_the_measurement(monkeypatch: pytest.MonkeyPatch):
     before = children()
 
-    def kill_one(crew: Crew, verb: str, *arguments: object) -> object:
+    def kill_one(crew: Crew, verb: str, *arguments: Any) -> object:
         if verb == "measure":
             os.kill(crew.handles[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return call(crew, verb, *arguments)

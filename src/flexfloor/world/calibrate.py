@@ -226,9 +226,9 @@ def _median(parts: Sequence[np.ndarray]) -> float:
 def _rounded(profile: DeviceProfile) -> DeviceProfile:
     """With five digits a number, more than any fit tells."""
     numbers = {f.name: getattr(profile, f.name) for f in fields(profile)}
-    short = {name: float(f"{value:.5g}") for name, value in numbers.items() if isinstance(value, float)}
-    latencies = tuple((size, float(f"{seconds:.5g}")) for size, seconds in profile.latency_s)
-    return replace(profile, **short | {"latency_s": latencies})
+    short: dict[str, Any] = {n: float(f"{value:.5g}") for n, value in numbers.items() if isinstance(value, float)}
+    short["latency_s"] = tuple((size, float(f"{seconds:.5g}")) for size, seconds in profile.latency_s)
+    return replace(profile, **short)
 
 
 class _Model:
