@@ -164,6 +164,8 @@ def test_no_run_beats_the_bound(scenario: Path):
     setup = experiment(scenario, *policies, knowledge=("none", "history", "shuffled", "oracle"), max_slowdown=(0.5,))
     for done in run_cell(setup, Cell(3, 8, 11)):
         assert 0 < done.bound_s <= done.summary.occupied_worker_s, done.policy
+        assert done.reference_s is not None
+        assert done.bound_s <= done.reference_s
         assert done.summary.simulated
         assert done.summary.requests == 24
 
