@@ -40,7 +40,7 @@ class BatchModel:
             raise ValueError("page_tokens, max_batch and prefill_tokens are at least 1")
         if min(pages, default=0) < 0:
             raise ValueError("a worker has fewer than 0 KV pages")
-        self._limits = core.Limits(int(page_tokens), int(max_batch), int(prefill_tokens))
+        self._limits = state.Limits(int(page_tokens), int(max_batch), int(prefill_tokens))
         self._group_numbers: dict[int, int] = {}  # replaced, never changed: copies share it
         self._group_prompts = np.empty(0, np.int32)  # the same
         lists = np.zeros((2, len(pages)), state.LIST)
@@ -172,7 +172,7 @@ class BatchModel:
         """Put rows that nobody has at the end of a worker's waiting line, in this order. All their tokens are to be
         computed. Raises ValueError."""
         rows = self._unbound(rows)
-        state.bind_all(self._state, self._known(worker), rows)
+        core.bind(self._state, self._known(worker), rows)
 
     def adopt(self, worker: int, rows: ArrayLike) -> None:
         """Let rows that nobody has, with response tokens already, run on a worker as if their KV had just arrived
@@ -182,12 +182,12 @@ class BatchModel:
             raise ValueError("a request without a response token has no complete KV")
         for row in rows.tolist():
             self._require_pages(row, self._known(worker))
-            state.adopt(self._state, worker, row, self.page_tokens)
+            self._adopt(row, worker)
 
     def cancel(self, rows: ArrayLike) -> None:
         """Take rows from their workers; they could be assigned again. Those that nobody has, or that have finished,
         are left alone."""
-        state.unbind_all(self._state, self._rows(rows), self.page_tokens)
+        core.unbind(self._state, self._rows(rows), self.page_tokens)
 
     def move(self, row: int, target: int, with_kv: bool) -> None:
         """Let a live row go on elsewhere, as in a resize (where requests arrive source by source, in the plan's order).
@@ -195,7 +195,8 @@ class BatchModel:
         with_kv: its pages travel, and it is the youngest that runs there; else it waits there to be computed again.
         Raises ValueError, PagesLackingError.
         """
-        s, source = self._state, int(self.worker[self._rows(row)][0])
+        one = self._rows(row)
+        source = int(self.worker[row])
         if source < 0 or self.finished[row]:
             raise ValueError(f"request row {row} is not live; it cannot move")
         if self._known(target) == source:
@@ -204,11 +205,11 @@ class BatchModel:
             if not self.decoding[row]:
                 raise ValueError(f"request row {row} has no complete KV to move")
             self._require_pages(row, target)
-        state.unbind(s, row, self.page_tokens)
+        core.unbind(self._state, one, self.page_tokens)
         if with_kv:
-            state.adopt(s, target, row, self.page_tokens)
+            self._adopt(row, target)
         else:
-            state.bind(s, target, row)
+            core.bind(self._state, target, one)
 
     def set_pages(self, worker: int, pages: int) -> None:
         """The cut between pages and experts has moved; 0 for a worker that was released. Raises PagesLackingError when
@@ -231,15 +232,14 @@ class BatchModel:
         if idle.any():
             raise ValueError(f"worker {int(idle.argmax())} has live requests but is not active")
         groups = len(self._group_prompts)
-        records, finished, preempted, tokens, stuck = core.advance(
-            self._state, self._limits, groups, active, max(0, int(iterations))
-        )
+        tables, counts, tokens, stuck = core.advance(self._state, self._limits, groups, active, max(0, int(iterations)))
         if stuck >= 0:
             row = int(self._state.lists["head"][state.WAITING, stuck])
-            need = state.pages_for(int(self.prompt[row]) + int(self.response[row]) + 1, self.page_tokens)
+            need = -(-(int(self.prompt[row]) + int(self.response[row]) + 1) // self.page_tokens)
             raise PagesLackingError(
                 f"worker {stuck} has {self.pages[stuck]} KV pages; request row {row} needs {need} to run"
             )
+        records, finished, preempted = (table[:count] for table, count in zip(tables, counts, strict=True))
         return Steps.of(records, finished, preempted, tokens, detail)
 
     def copy(self) -> BatchModel:
@@ -282,6 +282,24 @@ class BatchModel:
         return rows
 
     def _require_pages(self, row: int, worker: int) -> None:
-        need, free = state.pages_to_adopt(self._state, worker, row, self.page_tokens), int(self.free_pages[worker])
+        """Pages for all tokens of a row but its newest; siblings that run there have those of the prompt."""
+        here = (int(self.prompt[row]) - 1) // self.page_tokens if self._sibling(row, worker) >= 0 else 0
+        need, free = self._full_pages(row) - here, int(self.free_pages[worker])
         if need > free:
             raise PagesLackingError(f"worker {worker} has {free} KV pages free; request row {row} brings {need}")
+
+    def _adopt(self, row: int, worker: int) -> None:
+        """A row that nobody has goes on decoding: its KV arrives, that of its prompt for its siblings there too."""
+        core.run(self._state, worker, np.int32(row), self.page_tokens)
+        one, pages = self._state.rows[row], self._full_pages(row)
+        self._state.memory["free"][worker] -= pages - one["kv_pages"]
+        one["worker"], one["kv_pages"], one["computed"] = worker, pages, one["prompt"] + one["response"] - 1
+        oldest = self._sibling(row, worker)
+        self._state.rows["filled"][oldest] = (one["prompt"] - 1) // self.page_tokens * self.page_tokens
+
+    def _full_pages(self, row: int) -> int:
+        return -(-(int(self.prompt[row]) + int(self.response[row]) - 1) // self.page_tokens)
+
+    def _sibling(self, row: int, worker: int) -> int:
+        """The oldest row of the same group that runs on `worker`, -1 if there is none."""
+        return core.sibling(self._state, self._state.lists["head"][state.RUNNING, worker], self.group[row])

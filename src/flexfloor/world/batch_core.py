@@ -1,50 +1,131 @@
 """What a worker's scheduler does in an iteration, and in many at once: the compiled steps of `batch`.
 
 Every rule here has its twin in the engine's scheduler; page numbers and token ids are left out, as no count depends on
-them.
+them. The pages of a prompt that siblings share belong to all of them that run on a worker. Who joined first fills them
+and is the oldest of them in the list, so no table of shared prompts is needed: the oldest carries `filled` for all.
+
+All of it is one module, because the compiler's cache looks at the source file of the caller alone.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from flexfloor.world.batch_state import (
-    NOBODY,
-    RUNNING,
-    WAITING,
-    compiled,
-    is_decoding,
-    pages_for,
-    prepend,
-    run,
-    shared_pages,
-    sibling,
-    stop_running,
-    tokens_of,
-    unlink,
-)
+from flexfloor.world.batch_state import NOBODY, RUNNING, WAITING, Scratch, compiled
 
 
-class Limits(NamedTuple):
-    """What a worker's scheduler is made with."""
-
-    page_tokens: int
-    max_batch: int
-    prefill_tokens: int
+@compiled
+def tokens_of(s, row):
+    return np.int64(s.rows[row].prompt) + s.rows[row].response
 
 
-class _Scratch(NamedTuple):
-    """Of the iteration at hand. Lists of rows: `gone` were preempted, `ended` have all their tokens."""
+@compiled
+def is_decoding(s, row):
+    """Of a running row: all but the newest token are computed and a token was drawn before."""
+    return s.rows[row].computed == tokens_of(s, row) - 1 and s.rows[row].response > 0
 
-    end: np.ndarray  # int32 [rows], tokens computed after the iteration; 0: not part of it. Only of running rows
-    gone: np.ndarray  # int32 [rows]
-    gone_count: np.ndarray  # int64 [1]
-    ended: np.ndarray  # int32 [rows]
-    seen: np.ndarray  # int64 [groups], number of the last iteration that met a running row of the group
-    oldest: np.ndarray  # int32 [groups], the row it met first
-    now: np.ndarray  # int64 [1], number of the iteration
+
+@compiled
+def shared_pages(s, row, page_tokens):
+    """Full pages of its prompt without the last token: what it shares while it runs."""
+    return (np.int64(s.rows[row].prompt) - 1) // page_tokens
+
+
+@compiled
+def pages_for(tokens, page_tokens):
+    return (tokens + page_tokens - 1) // page_tokens
+
+
+@compiled
+def link(s, which, worker, row, before):
+    """Put a row into a list, right behind `before`; first where that is NOBODY."""
+    after = s.rows[before].next if before >= 0 else s.lists[which, worker].head
+    s.rows[row].prev, s.rows[row].next = before, after
+    if before >= 0:
+        s.rows[before].next = row
+    else:
+        s.lists[which, worker].head = row
+    if after >= 0:
+        s.rows[after].prev = row
+    else:
+        s.lists[which, worker].tail = row
+    s.lists[which, worker].count += 1
+    s.rows[row].running = which == RUNNING
+
+
+@compiled
+def unlink(s, which, worker, row):
+    before, after = s.rows[row].prev, s.rows[row].next
+    if before >= 0:
+        s.rows[before].next = after
+    else:
+        s.lists[which, worker].head = after
+    if after >= 0:
+        s.rows[after].prev = before
+    else:
+        s.lists[which, worker].tail = before
+    s.rows[row].prev = s.rows[row].next = NOBODY
+    s.lists[which, worker].count -= 1
+
+
+@compiled
+def sibling(s, row, group):
+    """The first row of `group` from `row` on, -1 if there is none."""
+    while row >= 0 and s.rows[row].group != group:
+        row = s.rows[row].next
+    return row
+
+
+@compiled
+def run(s, worker, row, page_tokens):
+    """Append to the running ones, with the prompt's shared pages and what is in them."""
+    shared, filled = shared_pages(s, row, page_tokens), 0
+    if shared > 0:
+        oldest = sibling(s, s.lists[RUNNING, worker].head, s.rows[row].group)
+        if oldest >= 0:
+            filled = s.rows[oldest].filled
+        else:
+            s.memory[worker].free -= shared
+            s.rows[row].filled = 0
+    s.rows[row].kv_pages, s.rows[row].computed = shared, filled
+    link(s, RUNNING, worker, row, s.lists[RUNNING, worker].tail)
+
+
+@compiled
+def stop_running(s, worker, row, page_tokens):
+    """Take a running row out and give its pages back; what is in shared ones is the next sibling's to carry on."""
+    shared = shared_pages(s, row, page_tokens)
+    s.memory[worker].free += s.rows[row].kv_pages - shared
+    if shared > 0 and sibling(s, s.lists[RUNNING, worker].head, s.rows[row].group) == row:
+        heir = sibling(s, s.rows[row].next, s.rows[row].group)
+        if heir >= 0:
+            s.rows[heir].filled = s.rows[row].filled
+        else:
+            s.memory[worker].free += shared
+    unlink(s, RUNNING, worker, row)
+    s.rows[row].running = False
+    s.rows[row].kv_pages = s.rows[row].computed = 0
+
+
+@compiled
+def bind(s, worker, rows):
+    """Last in the waiting line, in this order."""
+    for row in rows:
+        s.rows[row].worker = worker
+        link(s, WAITING, worker, row, s.lists[WAITING, worker].tail)
+
+
+@compiled
+def unbind(s, rows, page_tokens):
+    """Take rows from their workers; those that are not live stay as they are."""
+    for row in rows:
+        worker = s.rows[row].worker
+        if worker >= 0 and not s.rows[row].finished:
+            if s.rows[row].running:
+                stop_running(s, worker, row, page_tokens)
+            else:
+                unlink(s, WAITING, worker, row)
+            s.rows[row].worker = NOBODY
 
 
 # -- one iteration, as the scheduler plans it -------------------------------------------------------------------------
@@ -70,7 +151,7 @@ def _grow(s, worker, row, tokens, page_tokens, scratch):
         while s.memory[worker].free == 0:
             youngest = s.lists[RUNNING, worker].tail
             stop_running(s, worker, youngest, page_tokens)
-            prepend(s, WAITING, worker, youngest)
+            link(s, WAITING, worker, youngest, NOBODY)
             scratch.gone[scratch.gone_count[0]] = youngest
             scratch.gone_count[0] += 1
             if youngest == row:
@@ -134,16 +215,6 @@ def _plan_prefill(s, worker, limits, scratch):
 
 
 @compiled
-def _takes_part(s, worker, scratch):
-    row = s.lists[RUNNING, worker].head
-    while row >= 0:
-        if scratch.end[row] > 0:
-            return True
-        row = s.rows[row].next
-    return False
-
-
-@compiled
 def _admit(s, worker, budget, limits, scratch):
     while budget > 0 and s.lists[WAITING, worker].count > 0 and s.lists[RUNNING, worker].count < limits.max_batch:
         row = s.lists[WAITING, worker].head
@@ -163,7 +234,8 @@ def _iterate(s, worker, limits, scratch):
     budget = limits.prefill_tokens
     if _plan_decoding(s, worker, limits.page_tokens, scratch):
         budget = _plan_prefill(s, worker, limits, scratch)
-    if scratch.gone_count[0] == 0 or not _takes_part(s, worker, scratch):
+    # Whoever is the oldest always gets on: nobody takes part only when nobody runs any more.
+    if scratch.gone_count[0] == 0 or s.lists[RUNNING, worker].count == 0:
         _admit(s, worker, budget, limits, scratch)
     batch = kv = prefill = drawn = ended = 0
     row = s.lists[RUNNING, worker].head
@@ -185,9 +257,6 @@ def _iterate(s, worker, limits, scratch):
                     scratch.ended[ended] = row
                     ended += 1
         row = after
-    for i in range(ended):
-        stop_running(s, worker, scratch.ended[i], limits.page_tokens)
-        s.rows[scratch.ended[i]].finished = True
     return batch, kv, prefill, drawn, ended
 
 
@@ -248,46 +317,50 @@ def _jump(s, worker, iterations, page_tokens, scratch):
             scratch.ended[ended] = row
             ended += 1
         row = s.rows[row].next
-    for i in range(ended):
-        stop_running(s, worker, scratch.ended[i], page_tokens)
-        s.rows[scratch.ended[i]].finished = True
     return ended
 
 
 @compiled
 def _with_room(table, rows):
-    """`table`, or a longer copy of it, with room for that many rows."""
+    """`table`, or a longer copy of it, with room for that many rows. (Slices would take seconds to compile.)"""
     if rows <= len(table):
         return table
     larger = np.empty((max(rows, 2 * len(table)), table.shape[1]), np.int64)
-    larger[: len(table)] = table
+    for r in range(len(table)):
+        for c in range(table.shape[1]):
+            larger[r, c] = table[r, c]
     return larger
+
+
+@compiled
+def _note(table, count, rows, row_count, at, worker):
+    """Append (row, iteration, worker) for each row. Returns the table, maybe a longer one."""
+    table = _with_room(table, count + row_count)
+    for i in range(row_count):
+        table[count + i, 0], table[count + i, 1], table[count + i, 2] = rows[i], at, worker
+    return table
 
 
 @compiled
 def advance(s, limits, groups, workers, iterations):
     """Run each of `workers` (int64 [n]) for up to `iterations`, as long as it has live rows.
 
-    Returns tables of int64: records (worker, first iteration, iterations, batch, context tokens of the first, prefill
-    tokens), finished and preempted (row, iteration, worker), each in the order of `workers`, then of time; the tokens
-    drawn [workers]; and a worker that could not go on, -1 if all could.
+    Returns tables of int64 and the lengths of them that count: records (worker, first iteration, iterations, batch,
+    context tokens of the first, prefill tokens), finished and preempted (row, iteration, worker), each in the order of
+    `workers`, then of time; further the tokens drawn [workers], and a worker that could not go on, NOBODY if all could.
     """
     rows = len(s.rows)
-    scratch = _Scratch(
-        np.empty(rows, np.int32),
-        np.empty(rows, np.int32),
-        np.zeros(1, np.int64),
-        np.empty(rows, np.int32),
-        np.zeros(groups, np.int64),
-        np.empty(groups, np.int32),
-        np.zeros(1, np.int64),
+    none, row_list = np.zeros(1, np.int64), np.empty((3, rows), np.int32)
+    scratch = Scratch(
+        row_list[0], row_list[1], none, row_list[2], np.zeros(groups, np.int64), np.empty(groups, np.int32), none.copy()
     )
     records, count = np.empty((4 * len(workers) + 16, 6), np.int64), 0
     finished, finished_count = np.empty((64, 3), np.int64), 0
     preempted, preempted_count = np.empty((16, 3), np.int64), 0
     tokens = np.zeros(len(s.memory), np.int64)
-    for worker in workers:
-        now = 0
+    stuck = np.int64(NOBODY)
+    for i in range(len(workers)):
+        worker, now = workers[i], 0
         while now < iterations and s.lists[RUNNING, worker].count + s.lists[WAITING, worker].count > 0:
             batch, prefill, gone = s.lists[RUNNING, worker].count, 0, 0
             span, kv = _quiet(s, worker, limits, iterations - now)
@@ -299,18 +372,21 @@ def advance(s, limits, groups, workers, iterations):
                 batch, kv, prefill, drawn, ended = _iterate(s, worker, limits, scratch)
                 gone = scratch.gone_count[0]
                 if batch == 0:
-                    return (records[:count], finished[:finished_count], preempted[:preempted_count], tokens, worker)
+                    stuck = worker
+                    break
+            for j in range(ended):
+                stop_running(s, worker, scratch.ended[j], limits.page_tokens)
+                s.rows[scratch.ended[j]].finished = True
             records = _with_room(records, count + 1)
-            records[count] = (worker, now, span, batch, kv, prefill)
+            records[count, 0], records[count, 1], records[count, 2] = worker, now, span
+            records[count, 3], records[count, 4], records[count, 5] = batch, kv, prefill
             count += 1
-            finished = _with_room(finished, finished_count + ended)
-            for i in range(ended):
-                finished[finished_count] = (np.int64(scratch.ended[i]), now + span - 1, worker)
-                finished_count += 1
-            preempted = _with_room(preempted, preempted_count + gone)
-            for i in range(gone):
-                preempted[preempted_count] = (np.int64(scratch.gone[i]), now, worker)
-                preempted_count += 1
+            finished = _note(finished, finished_count, scratch.ended, ended, now + span - 1, worker)
+            finished_count += ended
+            preempted = _note(preempted, preempted_count, scratch.gone, gone, now, worker)
+            preempted_count += gone
             tokens[worker] += drawn
             now += span
-    return records[:count], finished[:finished_count], preempted[:preempted_count], tokens, NOBODY
+        if stuck >= 0:
+            break
+    return (records, finished, preempted), (count, finished_count, preempted_count), tokens, stuck

@@ -50,11 +50,11 @@ class Steps:
         """From the tables of `batch_core.advance`."""
         workers = len(tokens)
         done = int((records[:, 1] + records[:, 2]).max(initial=0))
-        spans, sums, kv, last_live, kv_sum, counts, contexts = _merge(records, done, workers, detail)
+        start, sums, kv, last_live, kv_sum, counts, contexts = _merge(records, done, workers, detail)
         finished, preempted = (t[np.argsort(t[:, 1], kind="stable")] for t in (finished, preempted))
         return cls(
             done,
-            spans,
+            np.diff(start),
             batch_max=sums[0],
             batch_total=sums[1],
             kv_max=kv[0],
@@ -79,29 +79,29 @@ class Steps:
 
 @compiled
 def _merge(records, done, workers, detail):
-    """Returns spans [s]; batch max, total, prefill max, total, rows max [5, s]; context max, total [2, s]; last
-    iteration begun live and sum of context tokens [workers]; with detail batch and prefill [2, workers, s], and context
-    tokens [workers, s]."""
+    """Returns begins of the steps and the end of the last [s + 1]; batch max, total, prefill max, total, rows max
+    [5, s]; context max, total [2, s]; last iteration begun live and sum of context tokens [workers]; with detail batch
+    and prefill [2, workers, s], and context tokens [workers, s]."""
     begins = np.zeros(done + 1, np.bool_)
     for r in range(len(records)):
         begins[records[r, 1]] = begins[records[r, 1] + records[r, 2]] = True
     index = np.empty(done + 1, np.int64)  # of the step that begins at an iteration
     steps = 0
     for at in range(done):
-        if begins[at]:
-            index[at] = steps
-            steps += 1
+        index[at] = steps
+        steps += begins[at]
     start = np.empty(steps + 1, np.int64)
     start[steps] = done
     for at in range(done):
         if begins[at]:
             start[index[at]] = at
-    sums, kv = np.zeros((5, steps), np.int64), np.zeros((2, steps))
-    last_live, kv_sum = np.zeros(workers, np.int64), np.zeros(workers)
+    sums, kv = np.zeros((5, steps), np.int64), np.zeros((2, steps), np.float64)
+    last_live, kv_sum = np.zeros(workers, np.int64), np.zeros(workers, np.float64)
     kept = workers if detail else 0
-    counts, contexts = np.zeros((2, kept, steps), np.int64), np.zeros((kept, steps))
+    counts, contexts = np.zeros((2, kept, steps), np.int64), np.zeros((kept, steps), np.float64)
     for r in range(len(records)):
-        worker, first, span, batch, context, prefill = records[r]
+        worker, first, span = records[r, 0], records[r, 1], records[r, 2]
+        batch, context, prefill = records[r, 3], records[r, 4], records[r, 5]
         end = first + span
         last_live[worker] = max(last_live[worker], end)
         grown = batch if prefill == 0 else 0  # a record with prefill is a single iteration
@@ -120,4 +120,4 @@ def _merge(records, done, workers, detail):
                 counts[0, worker, step], counts[1, worker, step] = batch, prefill
                 contexts[worker, step] = middle
             step += 1
-    return start[1:] - start[:-1], sums, kv, last_live, kv_sum, counts, contexts
+    return start, sums, kv, last_live, kv_sum, counts, contexts
