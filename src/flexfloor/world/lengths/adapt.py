@@ -22,9 +22,9 @@ _HISTORY_WEIGHT = 1000.0  # most responses that a history's curve counts for bes
 _MOST_SCORED = 1000  # responses that drift and trust are judged by
 _RARE = 0.02  # how likely a shift is that has nothing to do with the usual drift
 _TRUSTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
-_TRUST_PRIOR = np.log([0.05, 0.05, 0.1, 0.2, 0.6])
+_TRUST_PRIOR = np.log([0.01, 0.01, 0.02, 0.06, 0.9])
 _GUESS_WEIGHT = 8.0  # responses that the shape of a rollout without history starts from
-_ALL_KNOWN = 32.0  # ended responses after which half of that shape is normal, and no longer the long guess
+_HALF_KNOWN = 16.0  # ended responses after which half of that shape is normal, and no longer the long guess
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _open_shape(ended: int, limit: float, spread: float) -> Samples:
 
     limit: above the mean log length; spread: standard deviation of log length.
     """
-    normal = 0.75 * ended / (ended + _ALL_KNOWN)
+    normal = ended / (ended + _HALF_KNOWN)
     middle = (np.arange(32) + 0.5) / 32
     long = long_samples(limit, 0.0, spread, _GUESS_WEIGHT * (1.0 - normal))
     return Samples.of(ndtri(middle), _GUESS_WEIGHT * normal / 32) + long

@@ -84,11 +84,12 @@ class Curve:
         slope = np.diff(levels) / np.maximum(np.diff(points), 0.02)
         return levels, points, np.concatenate([[1e-4], slope])
 
-    def samples(self, total: float, count: int = 64) -> Samples:
-        """The curve as samples that weigh `total`, for mixing with others; its end is "at least that"."""
-        levels = (np.arange(count) + 0.5) / count
-        values = np.interp(np.minimum(levels, self.levels[-1]), self.levels, self.z)
-        return Samples.of(values, total / count, levels >= self.levels[-1])
+    def samples(self, total: float) -> Samples:
+        """The curve as samples that weigh `total`, for mixing with others; what is above its end is "at least that"."""
+        middle = (self.levels[1:] + self.levels[:-1]) / 2
+        values = np.append(np.interp(middle, self.levels, self.z), self.z[-1])
+        weights = np.append(np.diff(self.levels), 1.0 - self.levels[-1]) * total
+        return Samples(values, weights, np.arange(len(values)) == len(middle))
 
 
 def fit_curve(samples: Samples) -> Curve:

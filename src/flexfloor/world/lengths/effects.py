@@ -11,8 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import sparse
+from scipy.sparse.linalg import LinearOperator, cg
 from scipy.special import log_ndtr
 
+_WIDEST_DRIFT = 1.0  # standard deviation of epochs' effects beforehand
 _MOST_FITTED = 4000  # values that the start is fitted to
 
 _MOST_EXCESS = 2.0
@@ -63,7 +66,7 @@ def expected_excess(center: np.ndarray, spread: np.ndarray | float, bound: np.nd
     """(mean, variance) of a normal variable (center, standard deviation spread), given that it lies above bound."""
     a = (bound - center) / spread
     ratio = np.exp(-0.5 * a * a - log_ndtr(-a)) / np.sqrt(2 * np.pi)  # inverse Mills ratio
-    mean = np.minimum(center + spread * ratio, bound + _MOST_EXCESS)
+    mean = np.minimum(center + spread * ratio, np.maximum(bound + _MOST_EXCESS, center))
     return np.maximum(mean, bound), spread**2 * np.clip(1.0 + a * ratio - ratio**2, 0.0, 1.0)
 
 
@@ -119,8 +122,10 @@ def fit_effects(
     rounds: int = 8,
 ) -> Effects:
     """prompt, epoch: int64 [n], from 0 on; x: log lengths, float64 [n]; censored: bool [n]; weight: float64 [n]."""
-    epochs = int(epoch.max(initial=-1)) + 1 if epoch is not None else 0
-    shift, epoch_variance = np.zeros(max(epochs, 1)), 0.0
+    epochs = int(epoch.max(initial=0)) + 1 if epoch is not None else 1
+    epoch = np.zeros(len(x), np.int64) if epoch is None else epoch
+    seen = sparse.csr_array((weight, (prompt, epoch)), shape=(prompts, epochs)) if epochs > 1 else None
+    shift, epoch_variance = np.zeros(epochs), 0.0
     mean, variance = guess.mean, guess.variance
     between, within = guess.correlation * variance, (1 - guess.correlation) * variance
     count = np.bincount(prompt, weight, prompts)
@@ -128,6 +133,7 @@ def fit_effects(
     occupied = np.maximum(count, 1e-12)
     free = float((count - squares / occupied).sum())  # degrees of freedom within prompts
     all_count = float(count.sum())
+    others = 1.0 - weight / occupied[prompt]  # a value on its own says nothing of the spread within its prompt
     extra = np.zeros(len(x))
     y = np.array(x, float)
     cut = np.flatnonzero(censored)
@@ -137,13 +143,12 @@ def fit_effects(
         between, within = guess.correlation * variance, (1 - guess.correlation) * variance
         y[cut], _ = expected_excess(np.full(len(cut), mean), np.sqrt(variance), x[cut])
     sums = np.bincount(prompt, weight * y, prompts)
-    for _ in range(rounds if len(x) else 0):
+    for turn in range(rounds if len(x) else 0):
         own, _ = shrink(count, sums, mean, between, within)
-        if epochs > 1:
-            assert epoch is not None
-            shift, epoch_variance = _epoch_effects(epoch, y - own[prompt], weight, within, epochs)
-        bare = x - shift[epoch] if epochs > 1 else x
-        y = np.array(bare, float)
+        if seen is not None and turn % 3 == 0:
+            shift, epoch_variance = _epoch_effects(seen, prompt, epoch, y + shift[epoch], weight, within)
+        bare = x - shift[epoch]
+        y = bare.copy()
         if len(cut):
             y[cut], extra[cut] = expected_excess(own[prompt[cut]], np.sqrt(within), bare[cut])
         sums = np.bincount(prompt, weight * y, prompts)
@@ -151,17 +156,12 @@ def fit_effects(
         mean = (guess.weight * guess.correlation * guess.mean + float((trust * sums / occupied).sum())) / (
             guess.weight * guess.correlation + float(trust.sum())
         )
-        inside = float((weight * ((y - (sums / occupied)[prompt]) ** 2 + extra)).sum())
+        inside = float((weight * ((y - (sums / occupied)[prompt]) ** 2 + extra * others)).sum())
         around = float((weight * ((y - mean) ** 2 + extra)).sum())
         variance = (around + guess.weight * guess.variance) / (all_count + guess.weight)
         within = (inside + guess.weight * (1 - guess.correlation) * variance) / (free + guess.weight)
         between = _between(count, sums / occupied, mean, within, free, all_count, variance, guess)
         within, between = max(within, 1e-4), max(between, 1e-6)
-        if epochs > 1:
-            # y still holds the epoch for the next round's effects.
-            y = y + shift[epoch]
-    if epochs > 1 and len(x):
-        y = y - shift[epoch]
     return Effects(mean, within, between, epoch_variance, shift, count, sums, y)
 
 
@@ -187,14 +187,23 @@ def _between(
 
 
 def _epoch_effects(
-    epoch: np.ndarray, rest: np.ndarray, weight: np.ndarray, within: float, epochs: int
+    seen: sparse.csr_array, prompt: np.ndarray, epoch: np.ndarray, y: np.ndarray, weight: np.ndarray, within: float
 ) -> tuple[np.ndarray, float]:
-    """(effect of each epoch, shrunk to their weighted mean 0; variance of the steps from one to the next)."""
-    count = np.bincount(epoch, weight, epochs)
-    raw = np.bincount(epoch, weight * rest, epochs) / np.maximum(count, 1e-12)
-    seen = count > 0
-    steps = np.diff(raw[seen])
-    noise = within / np.maximum(count[seen], 1e-12)
-    own = max(float((steps**2 - noise[1:] - noise[:-1]).mean()) if len(steps) else 0.0, 1e-4)
-    effect = raw * count / (count + within / max(float(np.var(raw[seen])), own))
-    return effect - float((count * effect).sum()) / max(float(count.sum()), 1e-12), own
+    """(effect of each epoch, around their weighted mean 0; variance of the steps from one to the next).
+
+    By least squares with a free effect for every prompt, so that epochs of longer prompts are not taken for drift: only
+    prompts of several epochs say something. seen: weights of each prompt in each epoch, [prompts, epochs].
+    """
+    prompts, epochs = seen.shape
+    count = np.maximum(np.bincount(prompt, weight, prompts), 1e-12)
+    in_epoch = np.bincount(epoch, weight, epochs)
+    ridge = within / _WIDEST_DRIFT**2
+    rest = np.bincount(epoch, weight * y, epochs) - seen.T @ (np.bincount(prompt, weight * y, prompts) / count)
+    normal = LinearOperator(
+        (epochs, epochs), matvec=lambda e: (in_epoch + ridge) * e - seen.T @ ((seen @ e) / count), dtype=float
+    )
+    scale = LinearOperator((epochs, epochs), matvec=lambda e: e / (in_epoch + ridge), dtype=float)
+    effect, _ = cg(normal, rest, rtol=1e-4, maxiter=200, M=scale)
+    effect -= float((in_epoch * effect).sum()) / max(float(in_epoch.sum()), 1e-12)
+    noise = within / np.maximum(in_epoch, 1e-12)
+    return effect, max(float((np.diff(effect) ** 2 - noise[1:] - noise[:-1]).mean()), 1e-4)

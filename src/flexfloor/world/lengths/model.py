@@ -22,6 +22,7 @@ _HALF_VISITS = 3.0  # a prompt's responses weigh half as much after this many fu
 _HALF_EPOCHS = 8.0  # those of the shapes, after this many epochs or _HALF_RESPONSES, whichever is more
 _HALF_RESPONSES = 5000
 _MOST_SAMPLES = 200_000  # responses that a curve is made from: more add nothing
+_BORROWED, _MOST_BORROWED = 64.0, 1000.0  # responses that the shape of all counts for in that of prompts with others
 _LONG_WEIGHT = 8.0  # responses that the long guess counts for
 _LEAST_DRIFT = 0.05  # standard deviation of log length from one epoch to the next that is always thought possible
 
@@ -52,7 +53,7 @@ class LengthModel:
 
 def long_guess(log_limit: float) -> Guess:
     """Before anything is known nothing may be thought short: P(length ≤ t) = (t / limit)², two thirds on average."""
-    return Guess(mean=log_limit - 0.5, variance=0.25)
+    return Guess(mean=log_limit - 0.5, variance=0.25, weight=1.0)
 
 
 def long_samples(log_limit: float, center: float, spread: float, total: float = _LONG_WEIGHT) -> Samples:
@@ -79,9 +80,12 @@ def fit_model(observed: Observations, log_limit: float) -> LengthModel:
     residual, judged = _left_out(observed.prompt, visit, visits, bare, weight, effects)
     known = Samples(residual, np.where(judged, recent, 0.0), observed.censored)
     within = float(np.sqrt(effects.within))
+    # Where few prompts have several responses, their shape is that of all.
+    borrowed = min(_MOST_BORROWED, float(len(x))) * _BORROWED / (_BORROWED + float(known.weights.sum()))
+    known, unknown = _thinned(known, thin), _thinned(unknown, thin)
     curves = (
-        fit_curve(_thinned(unknown, thin) + long_samples(log_limit, mean, spread)),
-        fit_curve(_thinned(known, thin) + long_samples(log_limit, mean, within)),
+        fit_curve(unknown + long_samples(log_limit, mean, spread)),
+        fit_curve(known + unknown.scaled(borrowed) + long_samples(log_limit, mean, within)),
     )
     drift = max(effects.epoch_variance, _LEAST_DRIFT**2) if len(x) else 0.0
     return LengthModel(
