@@ -22,7 +22,7 @@ from flexfloor.world.costs import PROFILES, DeviceProfile, iteration_seconds, lo
 from flexfloor.world.model_config import shape_from_config
 
 TRUTH = replace(
-    PROFILES["cpu"], bandwidth=6e9, flops=2e10, fixed_s=3e-3, row_s=2e-5, gather_link=3e8, cores=2.0, look_s=1e-3,
+    PROFILES["cpu"], bandwidth=6e9, flops=2e10, fixed_s=3e-3, request_s=2e-5, gather_link=3e8, cores=2.0, look_s=1e-3,
     latency_s=((2, 1e-4), (3, 4e-4), (4, 3e-4)), switch_s=0.04, pause_s=0.01, move_bytes_per_s=2e9,
 )  # fmt: skip
 SMALL = shape_from_config({
@@ -104,7 +104,7 @@ def test_a_profile_is_found_again(tmp_path: Path):
     assert found.held_out.p90 < 1e-4  # the base has other links
     assert abs(found.held_out.total) < 1e-4
     assert sorted(found.by_workers) == [1, 2, 3, 4]
-    for name in ("bandwidth", "flops", "fixed_s", "row_s", "gather_link", "look_s", "move_bytes_per_s"):
+    for name in ("bandwidth", "flops", "fixed_s", "request_s", "gather_link", "look_s", "move_bytes_per_s"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUTH, name), rel=0.02), name
     assert (profile.switch_s, profile.pause_s) == pytest.approx((TRUTH.switch_s, TRUTH.pause_s), rel=0.02)
     assert [m for m, _ in profile.latency_s] == [2, 3, 4]

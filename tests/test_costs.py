@@ -130,19 +130,29 @@ def test_latency_by_group_size():
 
 def test_workers_that_share_cores():
     # Three workers on two cores: fixed 2·3/2; KV max(30, (30·6/3)/2)·10/1000; dense products max(3, 6/2)/10;
-    # experts 800·(1 − ½⁶)/2/1000, half of all on each core and more than 1.1/3 of it; rows max(3, 6/2)·0.01
-    device = replace(DEVICE, cores=2, row_s=0.01, ranks_per_node=4)
+    # experts 800·(1 − ½⁶)/2/1000, half of all on each core and more than 1.1/3 of it; requests max(3, 6/2)·0.01
+    device = replace(DEVICE, cores=2, request_s=0.01, ranks_per_node=4)
     found = iteration_seconds(device, SHAPE, batch=[3, 2, 1], kv_tokens=[30, 20, 10], prefill_tokens=[0] * 3)
     exchange = 4 * (0.75 + 30 * 3 * (5 / 9) / 100)
     assert found == pytest.approx(3 + 0.3 + 0.3 + 0.4 * (1 - 0.5**6) + 0.03 + exchange)
-    # Each takes in all six rows of 10 bytes, three workers on two cores, in four exchanges.
+    # Each takes in all six rows of 10 bytes, in four exchanges.
     gathering = replace(device, gather_link=50)
     taken = iteration_seconds(gathering, SHAPE, batch=[3, 2, 1], kv_tokens=[30, 20, 10], prefill_tokens=[0] * 3)
-    assert taken - found == pytest.approx(4 * 60 / 50 * 1.5)
+    assert taken - found == pytest.approx(4 * 60 / 50)
     # All the work on one of them: its core is the bottleneck.
     alone = iteration_seconds(device, SHAPE, batch=[6, 0, 0], kv_tokens=[60, 0, 0], prefill_tokens=[0] * 3)
     exchange = 4 * (0.75 + 60 * 3 * (5 / 9) / 100)
     assert alone == pytest.approx(3 + 0.6 + 0.6 + 0.4 * (1 - 0.5**6) + 0.06 + exchange)
+
+
+def test_workers_without_a_row_leave_the_cores_to_others():
+    device = replace(DEVICE, cores=2)
+    one, three = (
+        iteration_seconds(device, SHAPE, batch=batch, kv_tokens=[0] * 4, prefill_tokens=[0] * 4)
+        for batch in ([1, 0, 0, 0], [1, 1, 1, 0])
+    )
+    more_experts = 0.4 * (0.5 - 0.5**3)
+    assert three - one == pytest.approx((1.5 - 1) * 2 + 0.05 + more_experts)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 500)] * 3), min_size=1, max_size=12), st.sampled_from([1, 2, 3.5, 64]))
@@ -182,9 +192,9 @@ def test_the_profiles_of_the_study():
 
 def test_moving_as_a_profile_has_it():
     # 500 dense and 200 active expert parameters: 1400 operations a token at 1e4/s
-    found = MoveCosts.of(replace(DEVICE, move_bytes_per_s=7.0, switch_s=3.0, row_s=0.01), SHAPE)
+    found = MoveCosts.of(replace(DEVICE, move_bytes_per_s=7.0, switch_s=3.0), SHAPE)
     assert (found.bytes_per_s, found.switch_s) == (7.0, 3.0)
-    assert found.recompute_tokens_per_s == pytest.approx(1 / 0.15)
+    assert found.recompute_tokens_per_s == pytest.approx(1 / 0.14)
 
 
 def test_the_engine_gets_its_wide_vectors_although_costs_come_first():

@@ -234,8 +234,8 @@ def _rounded(profile: DeviceProfile) -> DeviceProfile:
 class _Model:
     """The iteration time as a function of the fitted parameters, over the iterations of runs.
 
-    parameters: fixed_s, 1/bandwidth, 1/flops, row_s, and with groups of two or more 1/gather_link and the latency of
-    each size of group.
+    parameters: fixed_s, 1/bandwidth, 1/flops, request_s, and with groups of two or more 1/gather_link and the latency
+    of each size of group.
     """
 
     def __init__(self, runs: Sequence[Run], base: DeviceProfile, cores: float) -> None:
@@ -274,8 +274,13 @@ class _Model:
         return parameters, int(use.sum() - kept.sum())
 
     def profile(self, parameters: np.ndarray) -> DeviceProfile:
-        fixed_s, per_byte, per_operation, row_s, *grouped = parameters.tolist()
-        values: dict[str, Any] = {"name": "calibrated", "cores": self._cores, "fixed_s": fixed_s, "row_s": row_s}
+        fixed_s, per_byte, per_operation, request_s, *grouped = parameters.tolist()
+        values: dict[str, Any] = {
+            "name": "calibrated",
+            "cores": self._cores,
+            "fixed_s": fixed_s,
+            "request_s": request_s,
+        }
         values |= {"bandwidth": _speed(per_byte), "flops": _speed(per_operation)}  # 0 only on the way
         if grouped:
             gather, *latencies = grouped
@@ -286,7 +291,7 @@ class _Model:
     def _start(self) -> np.ndarray:
         """The order of magnitude of every parameter, of the right one for a device like the base."""
         base = self._base
-        own = [max(base.fixed_s, 1e-6), 1 / base.bandwidth, 1 / base.flops, max(base.row_s, 1e-9)]
+        own = [max(base.fixed_s, 1e-6), 1 / base.bandwidth, 1 / base.flops, max(base.request_s, 1e-9)]
         link = base.gather_link if math.isfinite(base.gather_link) else base.node_link
         return np.array(own + [1 / link] * bool(self._sizes) + [1e-4] * len(self._sizes))
 

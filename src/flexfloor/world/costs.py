@@ -34,7 +34,7 @@ __all__ = [
 _MOST_READ_IMBALANCE = 1.1  # a worker with more than its share of tokens reads few more experts: most are read anyway
 
 # Places in the vector of `coefficients`.
-_FIXED, _KV, _ROW, _DENSE, _READ, _MISSED, _EXPERT, _IMBALANCE = range(8)
+_FIXED, _KV, _REQUEST, _DENSE, _READ, _MISSED, _EXPERT, _IMBALANCE = range(8)
 _EXCHANGES, _NODE, _CROSS, _GATHER, _PER_NODE, _COPIES, _CORES = range(8, 15)
 
 
@@ -46,7 +46,7 @@ def coefficients(profile: DeviceProfile, shape: ModelShape) -> np.ndarray:
     c = np.empty(15)
     c[_FIXED] = profile.fixed_s + dense / profile.bandwidth
     c[_KV] = shape.kv_token_bytes / profile.bandwidth
-    c[_ROW] = profile.row_s
+    c[_REQUEST] = profile.request_s
     c[_DENSE] = 2 * dense / itemsize / profile.flops
     c[_READ] = experts / profile.bandwidth
     c[_MISSED] = 1 - chosen
@@ -92,7 +92,7 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
     D bytes of dense weights that are read, E bytes of all experts, row = the bytes of one hidden vector:
 
         fixed + D/bandwidth + max(kv)·kv_token_bytes/bandwidth
-        + max(batch)·2·params(D)/flops + max(rows)·row_s
+        + max(batch)·(2·params(D)/flops + request_s)
         + max[E/m·(1 − (1 − k/n)^(B+P))·min(imb, 1.1)/bandwidth, imb·B/m·2·params(E)·k/n/flops]
         + max(prefill)·2·params(D)/flops + imb·P/m·2·params(E)·k/n/flops
         + 2·L·{latency(m) + row·max(rows)·(d_node/node_link + d_cross/cross_link) + row·(B+P)/gather_link}  (0 if m = 1)
@@ -103,13 +103,13 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
     here does: the work on a row that came is done whether one of its experts is here or not.
 
     Where all workers share `cores` devices (a machine with fewer cores than workers), a term of the first four lines
-    is the larger one of its value for the slowest worker and of its sum over all workers divided by `cores`, and the
-    term with gather_link, work of every worker, is m/cores times as long; Σ kv is taken as max(kv)·B/max(batch), at
-    most m·max(kv).
+    is the larger one of its value for the slowest worker and of its sum over all workers divided by `cores`. Of
+    `fixed + D/bandwidth` the sum is over workers with a row, taken as min(m, B+P) (the others wait more than they
+    work); Σ kv is taken as max(kv)·B/max(batch), at most m·max(kv).
 
     Source: the cost model of the project's policy study, there for Qwen3-30B-A3B and for decoding and prefill apart;
     here prefill shares the iteration's reading of experts and its exchanges. The attention of prefill tokens over their
-    own context, and differences between layers, are left out. row_s, gather_link and cores come from runs of this
+    own context, and differences between layers, are left out. request_s, gather_link and cores come from runs of this
     engine on CPUs.
     """
     m, cores = workers, c[_CORES]
@@ -120,15 +120,15 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
     touched = 1 - c[_MISSED] ** tokens
     read = c[_READ] * touched * max(min(imbalance, _MOST_READ_IMBALANCE) / m, 1 / cores)
     share = max(imbalance / m, 1 / cores)  # of the experts' products, for whoever takes longest
-    seconds = c[_FIXED] * max(1.0, m / cores) + c[_KV] * max(kv_max, kv_total / cores)
+    seconds = c[_FIXED] * max(1.0, min(m, tokens) / cores) + c[_KV] * max(kv_max, kv_total / cores)
     seconds += c[_DENSE] * (max(batch_max, batch_total / cores) + max(prefill_max, prefill_total / cores))
-    seconds += c[_ROW] * max(rows_max, tokens / cores)
+    seconds += c[_REQUEST] * max(batch_max, batch_total / cores)
     seconds += max(read, batch_total * share * c[_EXPERT]) + prefill_total * share * c[_EXPERT]
     if m > 1:
         nodes = math.ceil(m / c[_PER_NODE])
         to_node = m * (1 - (1 - 1 / m) ** c[_COPIES])
         across = (nodes - 1) * (1 - (1 - 1 / nodes) ** c[_COPIES])
-        sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across) + tokens * c[_GATHER] * max(1.0, m / cores)
+        sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across) + tokens * c[_GATHER]
         seconds += c[_EXCHANGES] * (latency_seconds(latency, m) + sent)
     return seconds
 

@@ -34,7 +34,7 @@ class DeviceProfile:
     switch_s: float = 0.5  # seconds of every resize beside what it moves
     pause_s: float = 0.02  # seconds of moves that leave the group as it is, beside what they move
     move_bytes_per_s: float = 40e9  # experts and KV between workers, a worker
-    row_s: float = 0.0  # seconds of every row on its worker, of any model: bookkeeping, sampling
+    request_s: float = 0.0  # seconds of every request in a worker's batch, of any model: bookkeeping, sampling
     gather_link: float = math.inf  # bytes/s at which a worker takes in the rows of all; inf: owners alone get a row
     cores: float = math.inf  # devices that all workers share; inf: each worker has its own
     look_s: float = 0.0  # seconds between two advances: the driver's look at the fleet
@@ -58,8 +58,8 @@ class MoveCosts:
         """As the profile has it. A token is computed again at the speed of its matrix products: prefill is no more."""
         dense = (shape.dense_bytes - shape.lookup_bytes) / shape.itemsize
         experts = shape.all_expert_bytes / shape.itemsize * shape.top_k / shape.experts
-        token_s = 2 * (dense + experts) / profile.flops + profile.row_s
-        return cls(profile.move_bytes_per_s, 1 / token_s, profile.switch_s, profile.pause_s)
+        speed = profile.flops / (2 * (dense + experts))
+        return cls(profile.move_bytes_per_s, speed, profile.switch_s, profile.pause_s)
 
 
 def load_profile(source: str | Path) -> DeviceProfile:
@@ -118,7 +118,7 @@ def _to_profile(path: Path, values: dict[str, Any]) -> DeviceProfile:
     return DeviceProfile(**values | {"latency_s": tuple((size, float(s)) for size, s in values["latency_s"])})
 
 
-_MAY_BE_ZERO = ("fixed_s", "reserve_bytes", "switch_s", "row_s", "look_s")
+_MAY_BE_ZERO = ("fixed_s", "reserve_bytes", "switch_s", "request_s", "look_s")
 
 
 def _fault(name: str, value: Any) -> str | None:
