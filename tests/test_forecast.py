@@ -334,14 +334,14 @@ def test_absurd_data_does_no_harm(
     lengths = HistoryLengths(observed)
     for most in limits:
         lengths.add_keys(["a", "b", "x"], float(most))
-    most = np.repeat(np.array(limits, float), 3)
-    rows = np.arange(len(most))
+    bounds = np.repeat(np.array(limits, float), 3)
+    rows = np.arange(len(bounds))
     for number, (generated, ended) in enumerate([(0.0, 1.0), *played]):
         with np.errstate(all="raise", under="ignore"):
             left = lengths.remaining(rows, np.full(len(rows), np.nan_to_num(generated, posinf=1e12)), level)
         assert np.isfinite(left).all()
         assert (left >= 1).all()
-        assert (left <= np.maximum(most - max(np.nan_to_num(generated, posinf=1e12), 0.0), 1)).all()
+        assert (left <= np.maximum(bounds - max(np.nan_to_num(generated, posinf=1e12), 0.0), 1)).all()
         lengths.finished(rows[number % len(rows) :][:1], np.array([ended]))
 
 

@@ -118,8 +118,8 @@ REFUSED = {
 def test_rows_that_cannot_be_used_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
     content, reason = REFUSED[name]
     source, file = tmp_path / "in.jsonl", tmp_path / "lengths.db"
-    text = json.dumps(content) + "\n" if isinstance(content, dict) else content
-    source.write_bytes(text if isinstance(text, bytes) else text.encode())
+    text = content if isinstance(content, str | bytes) else json.dumps(content) + "\n"
+    source.write_bytes(text.encode() if isinstance(text, str) else text)
     with LengthHistory(file) as history:
         history.observe_lengths(step())
     before = file.read_bytes()
