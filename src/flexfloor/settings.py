@@ -88,7 +88,7 @@ class EngineSettings(Settings):
         allow_inf_nan=False,
         description="every iteration lasts at least this many times what it takes on the device of --profile",
     )
-    profile: str = Field("h200", description="device profile: h200, h800, slow, or a TOML file")
+    profile: str = Field("h200", description="device profile: h200, h800, slow, cpu, or a TOML file")
 
     @property
     def resolved_transport(self) -> Literal["socket", "gloo", "nccl"]:

@@ -154,5 +154,7 @@ def _is_number(value: Any) -> bool:
 
 
 _FOLDER = Path(__file__).parent / "devices"
-PROFILES: dict[str, DeviceProfile] = {path.stem: _read_profile(path) for path in sorted(_FOLDER.glob("*.toml"))}
+PROFILES: dict[str, DeviceProfile] = {
+    name: _read_profile(_FOLDER / f"{name}.toml") for name in ("h200", "h800", "slow", "cpu")
+}
 """The profiles that come with FlexFloor, by name; each file says where its numbers come from."""
