@@ -12,6 +12,7 @@ from flexfloor.requests import Request
 from flexfloor.world.lengths.base import Lengths
 from flexfloor.world.status import FleetStatus
 
+_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _GOLDEN = 0.6180339887498949
 
 
@@ -88,6 +89,11 @@ class Book:
         tokens = table.prompt_tokens + table.response_tokens + status.page_tokens / 2
         own = table.kv_pages - table.shared_pages
         return Live(rows, table.worker, table.response_tokens, tokens, table.kv_pages, own, table.decoding)
+
+    def expected(self, rows: np.ndarray) -> np.ndarray:
+        """Mean length of responses that have not begun, by the forecast: float64 [n]."""
+        none = np.zeros(len(rows), dtype=np.int64)
+        return np.mean([self.lengths.remaining(rows, none, level) for level in _LEVELS], axis=0)
 
     def left(self, rows: np.ndarray, generated: np.ndarray, shift: float = 0.0, reserve: float = 0.0) -> np.ndarray:
         """A draw of the tokens that each still generates: float64 [n].

@@ -32,7 +32,7 @@ class ReleasePolicy(PlannedPolicy):
             return {}
         workers, live = status.active, self.book.live(status)
         rows = np.array(self.book.waiting)
-        expected = self.book.left(rows, np.zeros(len(rows), dtype=np.int64))
+        expected = self.book.expected(rows)
         rows, expected = (a[np.argsort(-expected, kind="stable")] for a in (rows, expected))
         room = dict(zip(workers, self.limits(workers, status).tolist(), strict=True))
         count = dict.fromkeys(workers, 0)

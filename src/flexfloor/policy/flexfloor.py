@@ -9,15 +9,14 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, peaks_of
-from flexfloor.policy.planned import PlannedPolicy
+from flexfloor.policy.planned import DRAWS, PlannedPolicy
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile
 from flexfloor.world.lengths.base import ForcedLengths, Lengths
-from flexfloor.world.lookahead import PRICES, Batch, Outlook
+from flexfloor.world.lookahead import PRICES, Batch, Outlook, busiest
 from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
-_DRAWS = 3  # of the forecast, that plans are compared on
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
 _MARGIN = 0.75  # of the slowdown that is allowed, which plans may count on
 _EVERY = 1e9  # price of a second at which only time counts
@@ -63,9 +62,12 @@ class FlexFloorPolicy(PlannedPolicy):
             self._begin(status)
             self._next = 0
         self._settle(status)
-        if (not self.book.waiting and status.live == 0) or not self.is_due(status):
+        if not self.book.waiting and status.live == 0:
             return None
-        return self._shrink(status) or self.even_out(status)
+        full = self.is_full(status)
+        if self.is_due(status):
+            return self._shrink(status) or self.even_out(status, full)
+        return self.even_out(status, full) if full else None
 
     def _begin(self, status: FleetStatus) -> None:
         """From here on, and with what is there to do now, the slowdown is reckoned."""
@@ -78,12 +80,9 @@ class FlexFloorPolicy(PlannedPolicy):
         """How much longer an iteration takes than one of a pooled batch on the device of the profile."""
         if not status.live or status.iteration_s <= 0:
             return
-        table, workers = status.live_requests, len(status.active)
+        table = status.live_requests
         tokens = float((table.prompt_tokens + table.response_tokens).sum())
-        each = -(-status.live // workers)
-        kv = max(tokens / workers, tokens / status.live)
-        expected = float(self.cost(status).seconds(workers, min(each, status.live), status.live, kv))
-        ratio = status.iteration_s / expected
+        ratio = status.iteration_s / self._pooled_s(len(status.active), status.live, tokens, status)
         self._scale += (ratio - self._scale) * (_SETTLE if self._settled else 1.0)
         self._settled = True
 
@@ -93,8 +92,8 @@ class FlexFloorPolicy(PlannedPolicy):
             return None
         ahead, live = self.ahead(status), self.book.live(status)
         waiting = self._in_order(np.array(self.book.waiting, dtype=np.int64))
-        draws = [self.batch(live, waiting, d / _DRAWS) for d in range(1 if self._certain else _DRAWS)]
-        whole = [self._whole(d / _DRAWS, status) for d in range(len(draws))]
+        draws = [self.batch(live, waiting, d / DRAWS) for d in range(1 if self._certain else DRAWS)]
+        whole = [self._whole(d / DRAWS, status) for d in range(len(draws))]
         reference = float(np.mean([ahead.roll(b, len(status.workers)).seconds for b in whole])) * self._scale
         limit = reference * (1 + _MARGIN * self._max_slowdown) - (status.clock_s - self._origin[0])
 
@@ -130,8 +129,10 @@ class FlexFloorPolicy(PlannedPolicy):
         totals[open_] = now[rows[open_]] + self.book.left(rows[open_], now[rows[open_]], shift)
         left, tokens = np.maximum(totals - done, 1.0), self.book.prompt[rows] + done.astype(np.float64)
         begun = done > 0
-        rank = np.argsort(-left, kind="stable") if self._longest_first else np.arange(len(rows))
-        waits = rank[~begun[rank]]
+        waits = np.nonzero(~begun)[0]
+        place = np.empty(len(self.book.total), dtype=np.int64)
+        place[rows[waits]] = waits
+        waits = place[self._in_order(rows[waits])]
         return Batch(tokens[begun], left[begun], tokens[waits], left[waits], self.book.prefill[rows[waits]])
 
     def _stall_s(self, workers: int, status: FleetStatus) -> float:
@@ -174,13 +175,14 @@ class FlexFloorPolicy(PlannedPolicy):
             return True
         left = float(np.median(self.book.left(live.rows, live.generated)))
         tokens, count = float(live.tokens.sum()), len(live.rows)
-        cost = self.cost(status)
-        now, then = (
-            cost.seconds(m, min(-(-count // m), count), count, max(tokens / m, tokens / count))
-            for m in (active, workers)
-        )
+        now, then = (self._pooled_s(m, count, tokens, status) for m in (active, workers))
         saved = self._scale * (active * now - workers * then) * left
         return saved > active * self._stall_s(workers, status)
+
+    def _pooled_s(self, workers: int, live: int, tokens: float, status: FleetStatus) -> float:
+        """An iteration of so many requests that hold `tokens` tokens, spread evenly."""
+        batch, kv = busiest(workers, float(live), tokens)
+        return float(self.cost(status).seconds(workers, batch, live, kv))
 
     def _homes(self, members: Sequence[int], status: FleetStatus) -> dict[str, int] | None:
         """Homes of the requests of those who leave, the largest first, where they leave the most room; None when the

@@ -18,10 +18,14 @@ from flexfloor.world.resize import ResizePlan, plan_moves
 from flexfloor.world.status import FleetStatus
 
 _FULL = 0.97  # of a worker's KV memory that a forecast peak may fill
-_RESERVE = 0.0  # by which forecasts are raised for admission
-_SKIPS = 4  # requests that shorter ones may pass while they do not fit
+_RESERVE = 0.05  # by which forecasts are raised for admission
+_SKIPS = 32  # requests that shorter ones may pass while they do not fit
 _UNEVEN = 0.12  # load above the mean that is evened out
+_NEXT_PAGES = 2  # of a request, that a worker should have free
+_SPARE = 0.1  # of the pages of a worker, free on another one
 _MOVE_GAIN = 2.0  # seconds gained for each one that moves take
+DRAWS = 3  # of the forecast, that plans are compared on
+_LEADS = {0.0: "in order of arrival", 0.5: "longer ones a little earlier", 1.0: "longer ones earlier", np.inf: "longest first"}
 _ORDER_GAIN = 0.01  # share of the time by which another order than that of arrival must be faster
 _LOOKS = 0.02  # of the iterations so far and to come, between two decisions
 
@@ -41,7 +45,7 @@ class PlannedPolicy:
         self._cost: IterationCost | None = None
         self._ahead: LookAhead | None = None
         self._next = 0  # iteration of the next decision
-        self._longest_first = False
+        self._lead = 0.0  # weight of being long against having arrived early, see _LEADS
         self._decisions: list[Decision] = []
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
@@ -76,9 +80,10 @@ class PlannedPolicy:
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         if self.book.take(queue):
             self._choose_order(status)
-        if status.live == 0 or not self.is_due(status):
+        if status.live == 0:
             return None
-        return self.even_out(status)
+        full = self.is_full(status)
+        return self.even_out(status, full) if self.is_due(status) or full else None
 
     def observe(self, progress: Progress) -> None:
         self.book.observe(progress)
@@ -140,28 +145,35 @@ class PlannedPolicy:
         )
 
     def _in_order(self, rows: np.ndarray) -> np.ndarray:
-        if not self._longest_first:
+        if self._lead == 0:
             return rows
-        expected = self.book.left(rows, np.zeros(len(rows), dtype=np.int64))
-        return rows[np.argsort(-expected, kind="stable")]
+        rank = np.empty(len(rows))
+        rank[np.argsort(-self.book.expected(rows), kind="stable")] = np.arange(len(rows))
+        arrival = np.arange(len(rows)) if self._lead < np.inf else 0.0
+        return rows[np.argsort(arrival + min(self._lead, 1.0) * rank, kind="stable")]
 
     def _choose_order(self, status: FleetStatus) -> None:
         """The order of what waits now, by rolling both forward on the workers that requests are bound to."""
         rows, live, ahead = np.array(self.book.waiting), self.book.live(status), self.ahead(status)
         seconds = {}
-        for longest_first in (False, True):
-            self._longest_first = longest_first
-            batch = self.batch(live, self._in_order(rows), 0.0)
-            seconds[longest_first] = ahead.roll(batch, len(self.workers(status))).seconds
-        self._longest_first = seconds[True] < (1 - _ORDER_GAIN) * seconds[False]
-        order, other = ("longest first", "arrival") if self._longest_first else ("arrival", "longest first")
-        reason = (
-            f"{order}: {seconds[self._longest_first]:.3g} s against {seconds[not self._longest_first]:.3g} s {other}"
-        )
-        self._decisions.append(Decision("order", reason, {"remaining_s": seconds[self._longest_first]}))
+        for self._lead in _LEADS:
+            ordered, workers = self._in_order(rows), len(self.workers(status))
+            rolled = [ahead.roll(self.batch(live, ordered, d / DRAWS), workers).seconds for d in range(DRAWS)]
+            seconds[self._lead] = float(np.mean(rolled))
+        self._lead = min(seconds, key=lambda lead: seconds[lead] * (1 - _ORDER_GAIN * (lead == 0)))
+        told = ", ".join(f"{s:.4g} s {_LEADS[lead]}" for lead, s in seconds.items())
+        reason = f"{_LEADS[self._lead]}, by look-ahead: {told}"
+        self._decisions.append(Decision("order", reason, {"remaining_s": seconds[self._lead]}))
 
-    def even_out(self, status: FleetStatus) -> ResizePlan | None:
-        """Moves from the fullest workers to the emptiest, where that pays. They change no group."""
+    def is_full(self, status: FleetStatus) -> bool:
+        """Whether a worker is about to run out of pages, and preempt, while another one has some to spare."""
+        spare = [
+            w.kv_pages_free - _NEXT_PAGES * w.live_requests for w in status.active_workers() if w.live_requests > 1
+        ]
+        return bool(spare) and min(spare) < 0 and max(spare) > _SPARE * max(w.kv_pages for w in status.active_workers())
+
+    def even_out(self, status: FleetStatus, full: bool = False) -> ResizePlan | None:
+        """Moves from the fullest workers to the emptiest, where that pays, or where one is full. They change no group."""
         workers = status.active
         if len(workers) < 2:
             return None
@@ -175,7 +187,7 @@ class PlannedPolicy:
             return None
         before, after = (self._iteration_s(live, h, len(workers), status) for h in (here, homes))
         left = float(np.median(self.book.left(live.rows, live.generated)))
-        gain = (before - after) * left
+        gain = (before - after) * left if not full else np.inf
         bytes_out = np.bincount(here[moving], live.own_pages[moving] * status.page_bytes).max()
         stall = status.move_costs.pause_s + bytes_out / status.move_costs.bytes_per_s
         if gain <= _MOVE_GAIN * stall:
@@ -183,8 +195,10 @@ class PlannedPolicy:
         names = status.live_requests.ids
         plan = {names[i]: workers[homes[i]] for i in moving.tolist()}
         reason = f"{len(plan)} requests to emptier workers; iterations {1e3 * before:.3g} → {1e3 * after:.3g} ms"
+        if full:
+            reason = f"{len(plan)} requests to emptier workers, before a full one preempts"
         try:
-            return plan_moves(status, plan, reason, {"stall_s": stall, "saved_s": gain})
+            return plan_moves(status, plan, reason, {"stall_s": stall} | ({} if full else {"saved_s": gain}))
         except PlanRefusedError:
             return None
 
