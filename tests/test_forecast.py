@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -362,6 +363,24 @@ def test_equal_inputs_give_equal_forecasts():
         return lengths.remaining(running, np.full(len(running), 3000), np.linspace(0, 1, len(running)))
 
     assert (run() == run()).all()
+
+
+def test_many_requests_with_history_are_quick():
+    """CPU seconds with a wide margin: 0.6 s and 4 ms on a machine of 2026."""
+    rng = np.random.default_rng(0)
+    tokens = np.exp(rng.normal(8, 0.7, 700_000)).astype(int) + 1
+    keys = [f"p{i}" for i in range(100_000)]
+    begun = time.process_time()
+    lengths = HistoryLengths(
+        Observations.from_lengths(keys, np.repeat(np.arange(100_000), 7), tokens, max_tokens=16384)
+    )
+    lengths.add_keys(keys, 16384.0)
+    fitted = time.process_time()
+    for _ in range(10):
+        lengths.remaining(np.arange(32_768), np.zeros(32_768), 0.9)
+    asked = time.process_time()
+    assert fitted - begun < 10
+    assert asked - fitted < 1
 
 
 def test_knowledge_by_name():

@@ -200,3 +200,9 @@ def test_a_straight_line_leads_from_the_last_sample_to_the_cap():
     assert curve.quantile(np.array([0.4, 0.9, 1.0]), np.full(3, 3.0)).tolist() == pytest.approx([0.5, 2.0, 3.0])
     assert curve.below(np.array([0.5, 2.0]), np.full(2, 3.0)).tolist() == pytest.approx([0.4, 0.9])
     assert curve.quantile(np.array([0.4, 0.7]), np.full(2, 0.6)).tolist() == pytest.approx([0.5, 0.6])
+
+
+def test_what_was_cut_by_a_limit_is_at_the_limit():
+    curve = Curve(np.array([0.0, 0.8]), np.array([0.0, 1.0]))
+    assert curve.quantile(np.array([0.4, 0.81, 1.0]), np.full(3, 1.05)).tolist() == [0.5, 1.05, 1.05]
+    assert curve.below(np.array([1.02]), np.full(1, 1.05)).tolist() == [0.8]

@@ -18,6 +18,8 @@ LEVELS = np.unique(
 )
 """Where a curve keeps its quantiles: dense in the upper tail, which decides how long a rollout lasts."""
 
+_NEAR = 0.1  # a cap this close to the end of a curve is the limit that the curve's samples were cut by
+
 _COARSE = np.concatenate([[0.0, 0.003, 0.01, 0.025], np.linspace(0.05, 0.95, 19), [0.975, 0.99]])
 
 
@@ -50,7 +52,8 @@ class Curve:
     """A distribution of z by its quantiles, up to a cap that every caller brings.
 
     levels: float64 [k] rising from 0 to below 1; z: float64 [k] strictly rising. Above the last level the quantile runs
-    on a straight line to the cap at level 1; whatever lies above the cap is at the cap.
+    on a straight line to the cap at level 1; whatever lies above the cap is at the cap. Where the last level ends close
+    to the cap, what is beyond it was cut by a limit and is at the cap too.
     """
 
     levels: np.ndarray
@@ -59,13 +62,17 @@ class Curve:
     def quantile(self, level: np.ndarray, cap: np.ndarray) -> np.ndarray:
         """level, cap: float64 [n] → float64 [n]."""
         inside = np.interp(level, self.levels, self.z)
+        gap = np.maximum(cap - self.z[-1], 0.0)
         beyond = np.maximum(level - self.levels[-1], 0.0) / (1.0 - self.levels[-1])
-        return np.minimum(inside + beyond * np.maximum(cap - self.z[-1], 0.0), cap)
+        beyond = np.where((gap < _NEAR) & (beyond > 0), 1.0, beyond)
+        above = np.where(beyond < 1, np.minimum(self.z[-1], cap) + beyond * gap, cap)
+        return np.where(beyond > 0, above, np.minimum(inside, cap))
 
     def below(self, z: np.ndarray, cap: np.ndarray) -> np.ndarray:
         """P(value ≤ z) for z below the cap; z, cap: float64 [n] → float64 [n]."""
         inside = np.interp(z, self.z, self.levels, left=0.0)
-        beyond = np.clip((z - self.z[-1]) / np.maximum(cap - self.z[-1], 1e-9), 0.0, 1.0)
+        gap = cap - self.z[-1]
+        beyond = np.where(gap < _NEAR, 0.0, np.clip((z - self.z[-1]) / np.maximum(gap, _NEAR), 0.0, 1.0))
         return np.where(z > self.z[-1], self.levels[-1] + beyond * (1.0 - self.levels[-1]), inside)
 
     def density(self, z: np.ndarray, cap: np.ndarray) -> np.ndarray:

@@ -60,7 +60,8 @@ class HistoryLengths:
             [r.prompt_key for r in requests],
             np.array([r.sampling.max_tokens for r in requests], float),
             forced=np.array([r.sampling.forced_length is not None for r in requests], bool),
-            samplings={sampling_key(r.sampling) for r in requests},
+            # Most requests share one object.
+            samplings={sampling_key(s) for s in {id(r.sampling): r.sampling for r in requests}.values()},
         )
 
     def add_keys(

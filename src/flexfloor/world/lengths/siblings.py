@@ -58,6 +58,8 @@ def hear_siblings(
     that `siblings` holds; group: int64 [rows], of all rows; variance: of their effects beforehand, the same for
     siblings.
     """
+    if siblings.groups == len(group):  # nobody has any
+        return np.zeros(len(group)), variance, np.zeros(len(group))
     before = np.zeros(siblings.groups)
     before[group] = variance
     points, mass, longer, _, count = siblings.belief(before, within)
