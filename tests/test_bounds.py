@@ -31,7 +31,7 @@ SHAPE = ModelShape(
     lookup_bytes=100_000_000,
 )
 ROOMY = replace(PROFILES["h200"], memory_bytes=60e9, reserve_bytes=1e9)
-SHARED = replace(ROOMY, name="shared", cores=2, row_s=1e-4, imbalance=1.5)
+SHARED = replace(ROOMY, name="shared", cores=2, request_s=1e-4, gather_link=1e9, imbalance=1.5)
 DEVICES = [ROOMY, replace(PROFILES["slow"], memory_bytes=60e9, reserve_bytes=1e9), SHARED]
 
 

@@ -59,7 +59,7 @@ def test_siblings_of_the_long_scenario_are_as_alike_as_it_says():
 @given(
     share=st.floats(0, 0.4), median=st.floats(2000, 12_000), at=st.floats(0.1, 0.9), correlation=st.floats(0.01, 0.99)
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_capped_distributions_have_any_mean_that_is_possible(
     share: float, median: float, at: float, correlation: float
 ):

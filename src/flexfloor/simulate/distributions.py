@@ -116,7 +116,7 @@ class Capped:
         return float(brentq(lambda rho: (parts * rho**powers).sum() / total - self.sibling_correlation, 0.0, 1.0))
 
 
-_DEGREE = 400
+_DEGREE = 200
 
 
 def _hermite_parts(source: Capped) -> np.ndarray:
@@ -125,7 +125,7 @@ def _hermite_parts(source: Capped) -> np.ndarray:
     With f(z) = ln length and c_k = E[f(z)·h_k(z)], Mehler's formula has cov(f(z), f(z')) = Σ c_k²·ρ^k for normal
     numbers with correlation ρ.
     """
-    z = np.linspace(-9.0, 9.0, 60_001)
+    z = np.linspace(-9.0, 9.0, 12_001)
     root = np.exp(-(z**2) / 4) / (2 * math.pi) ** 0.25  # of the density: halves keep the recursion in range
     weighted = np.log(source.quantile(ndtr(z))) * root * (z[1] - z[0])
     before, current = np.zeros_like(z), root

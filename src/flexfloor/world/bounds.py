@@ -105,12 +105,13 @@ def iteration_slopes(cost: IterationCost, workers: np.ndarray) -> Slopes:
     base = cost.seconds(m, 0.0, 0.0, 0.0)
     rows = 1e6  # the time is linear in them where nothing is computed
     row = (cost.seconds(m, 0.0, 0.0, 0.0, 0.0, 0.0, rows) - base) / rows / m
+    row += 2 * len(shape.moe_layers) * shape.hidden * shape.itemsize / profile.gather_link * (m > 1)
     most_share = np.maximum(np.minimum(imbalance, _MOST_READ_IMBALANCE) / m, 1 / profile.cores)
     return Slopes(
         workers=m,
         base=base,
         kv=shape.kv_token_bytes / profile.bandwidth / m,
-        token=dense + row,
+        token=dense + row + profile.request_s * share,
         prefill=dense + row + products,
         all_experts=experts / profile.bandwidth * most_share,
         missed=1 - chosen,
