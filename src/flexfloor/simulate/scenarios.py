@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 import zlib
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -52,7 +52,7 @@ class LognormalDefinition(_Drawn):
     between_sd: float = Field(ge=0, lt=10)
     within_sd: float = Field(ge=0, lt=10)
 
-    @property
+    @cached_property
     def source(self) -> LengthDistribution:
         return Lognormal(self.log_mean, self.between_sd, self.within_sd, self.shortest, self.max_tokens)
 
@@ -64,7 +64,7 @@ class CappedDefinition(_Drawn):
     capped_share: float = Field(ge=0, lt=0.5)
     sibling_correlation: float = Field(ge=0, le=1)
 
-    @property
+    @cached_property
     def source(self) -> LengthDistribution:
         return Capped(
             self.mean, self.median, self.shortest, self.max_tokens, self.capped_share, self.sibling_correlation
