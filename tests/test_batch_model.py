@@ -308,6 +308,7 @@ def test_siblings_compute_their_prompt_once_by_hand() -> None:
 def test_the_youngest_is_preempted_by_hand() -> None:
     # Two of 4 prompt tokens; each holds a page after prefill, two after the next iteration, 3 from the sixth on.
     model = made([(4, 20, 0), (4, 20, 1)], pages=6)
+    assert model.copy().advance(10, [0]).spans.tolist() == [1, 8, 1]
     steps = model.advance(9, [0])
     assert (steps.preempted.tolist(), model.kv_pages.tolist()) == ([], [3, 3])
     steps = model.advance(1, [0])
