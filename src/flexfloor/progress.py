@@ -71,13 +71,14 @@ class LiveRequests:
     @classmethod
     def of(cls, workers: Iterable[WorkerStatus]) -> LiveRequests:
         found = [(w.worker, r) for w in workers for r in w.requests]
-        columns = [
-            np.array([getattr(r, name) for _, r in found], dtype=np.int64)
-            for name in ("prompt_tokens", "response_tokens", "kv_pages", "shared_pages")
-        ]
-        worker = np.array([w for w, _ in found], dtype=np.int64)
-        decoding = np.array([r.decoding for _, r in found], dtype=np.bool_)
-        return cls([r.request_id for _, r in found], worker, *columns, decoding)
+        names = ("prompt_tokens", "response_tokens", "kv_pages", "shared_pages")
+        columns = {name: np.array([getattr(r, name) for _, r in found], dtype=np.int64) for name in names}
+        return cls(
+            [r.request_id for _, r in found],
+            worker=np.array([w for w, _ in found], dtype=np.int64),
+            decoding=np.array([r.decoding for _, r in found], dtype=np.bool_),
+            **columns,
+        )
 
     def rows(self) -> Iterator[tuple[int, RequestStatus]]:
         """(worker, status) of each."""

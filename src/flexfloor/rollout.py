@@ -30,7 +30,7 @@ from flexfloor.ledger.events import (
 )
 from flexfloor.policy import Policy, make_policy
 from flexfloor.requests import Request, Response, hash_responses
-from flexfloor.world.costs import DeviceProfile, load_profile
+from flexfloor.world.costs import PROFILES, DeviceProfile, load_profile
 from flexfloor.world.lengths.base import Lengths, check_oracle
 from flexfloor.world.lengths.knowledge import make_lengths
 from flexfloor.world.lengths.store import LengthHistory
@@ -38,6 +38,12 @@ from flexfloor.world.status import FleetStatus
 
 _busy: weakref.WeakSet[Fleet] = weakref.WeakSet()  # fleets with a rollout on them
 _PAUSE_AFTER_FAILURE = 8  # looks of the driver
+
+
+def _profile_of(fleet: Fleet) -> str:
+    """What a fleet runs on, where nobody says it."""
+    info = fleet.info
+    return info.profile if info.profile in PROFILES else "cpu" if info.device == "cpu" else "h200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Rollout:
         history: LengthHistory | Path | str | None = None,
         max_slowdown: float = 0.02,
         min_workers: int = 1,
-        profile: str | Path | DeviceProfile = "h200",
+        profile: str | Path | DeviceProfile | None = None,
         chunk: int = 16,
         ledger: LedgerWriter | Path | str | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
@@ -104,7 +110,7 @@ class Rollout:
                 max_slowdown=max_slowdown,
                 min_workers=min_workers,
                 workers=fleet.info.workers,
-                profile=profile if isinstance(profile, DeviceProfile) else load_profile(profile),
+                profile=profile if isinstance(profile, DeviceProfile) else load_profile(profile or _profile_of(fleet)),
                 time_scale=fleet.info.pace or 1.0,
             )
         self._fleet, self._policy, self._chunk = fleet, policy, chunk
@@ -335,7 +341,7 @@ def rollout(
     history: LengthHistory | Path | str | None = None,
     max_slowdown: float = 0.02,
     min_workers: int = 1,
-    profile: str | Path | DeviceProfile = "h200",
+    profile: str | Path | DeviceProfile | None = None,
     order: str = "arrival",
     chunk: int = 16,
     ledger: LedgerWriter | Path | str | None = None,
@@ -345,10 +351,10 @@ def rollout(
 ) -> RolloutResult:
     """Generate a response to each request and account for the workers' time.
 
-    policy: a name of `flexfloor.policy`. history: lengths of earlier rollouts, a file or a LengthHistory; it learns this
-    rollout's when that has ended. knowledge: what the policy knows of lengths: `none`, `history`, `shuffled` (other
-    prompts' history, to see what a wrong one does) or `oracle` (the forced ones); `auto` is the history where there is
-    one. lengths: forecasts of one's own, instead.
+    policy: a name of `flexfloor.policy`. history: lengths of earlier rollouts, a file or a LengthHistory; it learns
+    this rollout's when that has ended. knowledge: what the policy knows of lengths: `none`, `history`, `shuffled`
+    (other prompts' history, to see what a wrong one does) or `oracle` (the forced ones); `auto` is the history where
+    there is one. lengths: forecasts of one's own, instead.
     max_slowdown: throughput that releasing workers may cost, reckoned on the device `profile`. order: `arrival` or
     `shuffle:SEED`, in which the requests reach the policy; responses come back in the order given. chunk: iterations
     between two looks of the driver. on_release: told the number of a worker that has given its memory back.

@@ -88,7 +88,16 @@ class EngineSettings(Settings):
         allow_inf_nan=False,
         description="every iteration lasts at least this many times what it takes on the device of --profile",
     )
-    profile: str = Field("h200", description="device profile: h200, h800, slow, cpu, or a TOML file")
+    profile: str | None = Field(
+        None,
+        min_length=1,
+        description="device profile to plan and to pace by: h200, h800, slow, cpu, or a TOML file; "
+        "if not given, cpu on a CPU without --pace, else h200",
+    )
+
+    @property
+    def resolved_profile(self) -> str:
+        return self.profile or ("cpu" if self.device == "cpu" and self.pace is None else "h200")
 
     @property
     def resolved_transport(self) -> Literal["socket", "gloo", "nccl"]:
@@ -140,9 +149,12 @@ class RunSettings(Settings):
     model: Path = Field(description="folder of a Hugging Face mixture-of-experts checkpoint")
     prompts: Path = Field(description="JSONL or Parquet with prompt or prompt_tokens, optional uid and max_tokens")
     workers: int = Field(2, ge=1, description="expert-parallel worker processes")
-    knowledge: Literal["none", "oracle"] = Field(
-        "none", description="what the policy knows of lengths; oracle: the forced ones"
+    knowledge: Literal["auto", "none", "history", "shuffled", "oracle"] = Field(
+        "auto",
+        description="what the policy knows of lengths; shuffled: other prompts' history; oracle: the forced lengths; "
+        "auto: history where --history is given",
     )
+    history: Path | None = Field(None, description="length history: read, and added to at the end; made if missing")
     max_slowdown: float = Field(0.02, ge=0, description="share of throughput that releasing workers may cost")
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     order: str = Field("arrival", description="arrival, or shuffle:SEED")

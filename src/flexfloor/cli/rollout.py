@@ -11,9 +11,11 @@ from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
-from flexfloor.policy.base import check_oracle
 from flexfloor.settings import RolloutSettings, RunSettings
 from flexfloor.world.costs import load_profile
+from flexfloor.world.lengths.base import check_oracle
+from flexfloor.world.lengths.knowledge import make_lengths
+from flexfloor.world.lengths.store import LengthHistory
 
 if TYPE_CHECKING:
     from flexfloor.fleet import Fleet
@@ -55,20 +57,26 @@ def run_rollout(settings: RolloutSettings) -> int:
 
 def check_policy(name: str, settings: RunSettings) -> None:
     """Refuse what a policy does not take before a worker is started. Raises InputError."""
+    knowledge, observed = settings.knowledge, None
+    if settings.history is not None:
+        with LengthHistory(settings.history) as history:
+            observed = history.load()
+    if knowledge == "auto":
+        knowledge = "none" if observed is None else "history"
     make_policy(
         name,
-        knowledge=settings.knowledge,
+        lengths=make_lengths(knowledge, observed),
         max_slowdown=settings.max_slowdown,
         min_workers=settings.min_workers,
         workers=settings.workers,
-        profile=load_profile(settings.engine.profile),
+        profile=load_profile(settings.engine.resolved_profile),
     )
 
 
 def rollout_arguments(settings: RunSettings) -> dict[str, Any]:
     """What every command passes on to `flexfloor.rollout`, besides policy, ledger and progress."""
-    names = ("knowledge", "max_slowdown", "min_workers", "order", "chunk")
-    return {name: getattr(settings, name) for name in names} | {"profile": settings.engine.profile}
+    names = ("knowledge", "history", "max_slowdown", "min_workers", "order", "chunk")
+    return {name: getattr(settings, name) for name in names} | {"profile": settings.engine.resolved_profile}
 
 
 @dataclass(frozen=True)

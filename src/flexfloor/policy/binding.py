@@ -48,8 +48,8 @@ def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, l
     """Home of each new request, in their order: the worker whose forecast peak leaves the most of its limit.
 
     held_*: of live requests, float64 [n] and the worker's place in `limit`, int64 [n]. new_tokens, new_left: float64
-    [k]. limit: float64 [workers], tokens that may be held at once. max_batch: most requests of a worker. skips: requests
-    that may be passed over because they do not fit, before the rest waits. force: whether all get a home, fitting or
+    [k]. limit: float64 [workers], tokens that may be held at once. max_batch: most requests of a worker. skips: how
+    many may be passed over because they do not fit, before the rest waits. force: whether all get a home, fitting or
     not. Returns int64 [k], -1 for those that wait. A worker with nothing takes a request whatever its size.
     """
     workers, most = len(limit), max_batch

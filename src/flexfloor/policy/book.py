@@ -62,7 +62,8 @@ class Book:
         tokens = np.array([len(r.prompt_tokens) for r in fresh], dtype=np.int64)
         self.prompt = np.concatenate([self.prompt, tokens])
         self.total = np.concatenate([self.total, np.full(len(fresh), -1)])
-        _, group, siblings = np.unique([r.request_id.rpartition("/")[0] for r in fresh], return_inverse=True, return_counts=True)
+        prompts = [r.request_id.rpartition("/")[0] for r in fresh]
+        _, group, siblings = np.unique(prompts, return_inverse=True, return_counts=True)
         self.prefill = np.concatenate([self.prefill, tokens / siblings[group]])
         return True
 

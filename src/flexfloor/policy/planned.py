@@ -25,7 +25,12 @@ _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
 _MOVE_GAIN = 2.0  # seconds gained for each one that moves take
 DRAWS = 3  # of the forecast, that plans are compared on
-_LEADS = {0.0: "in order of arrival", 0.5: "longer ones a little earlier", 1.0: "longer ones earlier", np.inf: "longest first"}
+_LEADS = {
+    0.0: "in order of arrival",
+    0.5: "longer ones a little earlier",
+    1.0: "longer ones earlier",
+    np.inf: "longest first",
+}  # weight of being long against having arrived early
 _ORDER_GAIN = 0.01  # share of the time by which another order than that of arrival must be faster
 _LOOKS = 0.02  # of the iterations so far and to come, between two decisions
 
@@ -173,7 +178,7 @@ class PlannedPolicy:
         return bool(spare) and min(spare) < 0 and max(spare) > _SPARE * max(w.kv_pages for w in status.active_workers())
 
     def even_out(self, status: FleetStatus, full: bool = False) -> ResizePlan | None:
-        """Moves from the fullest workers to the emptiest, where that pays, or where one is full. They change no group."""
+        """Moves from the fullest workers to the emptiest, where that pays, or where one is full; the group stays."""
         workers = status.active
         if len(workers) < 2:
             return None

@@ -17,6 +17,7 @@ from flexfloor.world.jit import numba
 
 _BINS = 192  # steps that the longest remaining response is divided into
 _RING = 512
+_UNEVEN = 0.03  # KV of the fullest worker above the mean, where there are many requests
 _FILL = 0.97  # of the KV memory that is ever planned to be full
 
 
@@ -60,7 +61,7 @@ class LookAhead:
 
     capacity: workers → KV tokens that each one holds beside its share of the experts. sizes: group sizes that are
     considered; those that `capacity` gives too little for one request of `longest` tokens are left out.
-    moves: what a change of the group takes; None for free ones.
+    moves: what a change of the group takes; None for free ones, by which KV is perfectly even too.
     """
 
     def __init__(
@@ -115,15 +116,24 @@ class LookAhead:
 
 def group_sizes(most: int) -> list[int]:
     """Sizes worth a look in a fleet of `most` workers: all small ones, then sixteenths of the fleet."""
-    return sorted({m for m in range(1, min(most, 16) + 1)} | {-(-most * k // 16) for k in range(1, 17)})
+    return sorted(set(range(1, min(most, 16) + 1)) | {-(-most * k // 16) for k in range(1, 17)})
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _seconds(c, latency, workers, live, kv):
+def busiest(workers, live, kv, perfect=False):
+    """(requests, KV tokens) of the busiest worker, when requests are spread as evenly as they can be: whole requests,
+    of unlike KV, so that the remainder counts by half; a little is never evened out. perfect: KV is the same on all."""
+    if live <= workers:
+        return min(live, 1.0), kv / max(live, 1.0)
+    per = np.ceil(live / workers - 1e-9)
+    return per, kv / workers * (1.0 if perfect else 1 + _UNEVEN + 0.5 * (per * workers / live - 1))
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _seconds(c, latency, workers, live, kv, perfect):
     """One iteration of a pooled batch without prefill. live, kv: on average in all."""
-    per = max(np.ceil(live / workers - 1e-9), 1.0)
-    kv_max = max(kv / workers, kv / max(live, 1.0))
-    return seconds_core(c, latency, float(workers), min(per, live), live, kv_max, 0.0, 0.0, min(per, live))
+    per, kv_max = busiest(workers, live, kv, perfect)
+    return seconds_core(c, latency, float(workers), per, live, kv_max, 0.0, 0.0, per)
 
 
 @numba.njit(cache=True, error_model="numpy")
@@ -159,6 +169,7 @@ def _roll(
         after += count[b]
         after_base += base[b]
         usage[b] = after_base + after * (b + 1) * w if after > 0 else 0.0
+    perfect = moves[0] == 0.0 and moves[1] == 0.0  # with free moves
     seconds, occupied, iterations = 0.0, 0.0, 0.0
     head, waiting, step = 0, len(wait_kv), 0
     peaks_known = False
@@ -209,14 +220,14 @@ def _roll(
         tokens = total_base - ending_base + (total - ending) * middle
         if ending > 0:
             tokens += alive / ending * ending_base + alive * (t0 + span / 4)
-        now = _seconds(c, latency, m, live, tokens)
+        now = _seconds(c, latency, m, live, tokens, perfect)
         if head == waiting and price < np.inf and t0 >= hold and index > 0:
             rest = max(total_ends / total - t0, span)
             best, best_gain = index, 0.0
             for j in range(index):
                 if caps[j] < peak[here] or total > sizes[j] * max_batch:
                     continue
-                then = _seconds(c, latency, sizes[j], live, tokens)
+                then = _seconds(c, latency, sizes[j], live, tokens, perfect)
                 gain = ((m + price) * now - (sizes[j] + price) * then) * rest
                 gain -= (m + price) * _stall(moves, m, sizes[j], tokens)
                 if gain > best_gain:
@@ -227,14 +238,13 @@ def _roll(
                 occupied += m * stall
                 index = best
                 m = sizes[index]
-                now = _seconds(c, latency, m, live, tokens)
+                now = _seconds(c, latency, m, live, tokens, perfect)
         spent = now * span
         if computed > 0:
             passes = max(1.0, np.ceil(computed / m / budget))
             each = computed / passes
-            per = max(np.ceil(live / m - 1e-9), 1.0)
-            kv_max = max(tokens / m, tokens / max(live, 1.0))
-            with_it = seconds_core(c, latency, float(m), min(per, live), live, kv_max, each / m, each, per + each / m)
+            per, kv_max = busiest(m, live, tokens, perfect)
+            with_it = seconds_core(c, latency, float(m), per, live, kv_max, each / m, each, per + each / m)
             spent += passes * max(with_it - now, 0.0)
         seconds += spent
         occupied += m * spent

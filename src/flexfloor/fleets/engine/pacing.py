@@ -36,7 +36,7 @@ class Pace:
     @classmethod
     def of(cls, settings: EngineSettings) -> Pace:
         """Raises InputError for a profile that cannot be loaded, also where no pace is asked for."""
-        return cls(settings.pace, load_profile(settings.profile))
+        return cls(settings.pace, load_profile(settings.resolved_profile))
 
 
 class Pacer:

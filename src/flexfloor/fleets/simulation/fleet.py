@@ -123,8 +123,8 @@ class SimulatedFleet(Fleet):
             longest = len(request.prompt_tokens) + request.sampling.max_tokens + self._page_tokens
             if longest > room:
                 raise InputError(
-                    f"request {request.request_id} may take {longest} tokens of KV, a worker has room for {room} beside "
-                    "its experts; lower max_tokens or give more memory or workers"
+                    f"request {request.request_id} may take {longest} tokens of KV, a worker has room for {room} "
+                    "beside its experts; lower max_tokens or give more memory or workers"
                 )
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -190,7 +190,9 @@ class SimulatedFleet(Fleet):
 
     def _worker_entries(self, steps: Steps, seconds: np.ndarray) -> tuple[np.ndarray, tuple[WorkerIterations, ...]]:
         """What the ledger gets: so many entries as are bearable, each the mean of the steps it stands for."""
-        assert steps.batch is not None and steps.prefill_tokens is not None and steps.kv_tokens is not None
+        assert steps.batch is not None
+        assert steps.prefill_tokens is not None
+        assert steps.kv_tokens is not None
         count = len(steps.spans)
         wanted = max(1, min(count, _ENTRIES // self._info.workers))
         cuts = np.unique(np.linspace(0, count, wanted, endpoint=False).astype(int)) if count else np.zeros(0, int)
