@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,13 +29,14 @@ from flexfloor.ledger.events import (
     start_record,
     submit_record,
 )
-from flexfloor.policy import Policy, make_policy
 from flexfloor.requests import Request, Response, hash_responses
-from flexfloor.world.costs import PROFILES, DeviceProfile, load_profile
 from flexfloor.world.lengths.base import Lengths, check_oracle
-from flexfloor.world.lengths.knowledge import make_lengths
 from flexfloor.world.lengths.store import LengthHistory
+from flexfloor.world.profiles import PROFILES, DeviceProfile, load_profile
 from flexfloor.world.status import FleetStatus
+
+if TYPE_CHECKING:
+    from flexfloor.policy import Policy
 
 _busy: weakref.WeakSet[Fleet] = weakref.WeakSet()  # fleets with a rollout on them
 _PAUSE_AFTER_FAILURE = 8  # looks of the driver
@@ -104,6 +106,10 @@ class Rollout:
         if knowledge == "auto":
             knowledge = "none" if history is None else "history"
         if isinstance(policy, str):
+            # Here, because numba and scipy take longer to load than all the rest of the package.
+            from flexfloor.policy import make_policy
+            from flexfloor.world.lengths.knowledge import make_lengths
+
             policy = make_policy(
                 policy,
                 lengths=make_lengths(knowledge, history) if lengths is None else lengths,

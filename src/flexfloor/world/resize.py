@@ -14,9 +14,9 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.progress import RequestStatus
-from flexfloor.world.costs import MoveCosts
 from flexfloor.world.experts import ExpertPlacement
 from flexfloor.world.memory import format_bytes
+from flexfloor.world.profiles import MoveCosts
 from flexfloor.world.status import FleetStatus
 
 _MANY = np.iinfo(np.int64).max
@@ -102,7 +102,9 @@ def plan_shrink(
     placement, expert_moves = _shrink_experts(status, gone, members)
     slots = {w: max(status.workers[w].slots, placement.slots_needed(w)) for w in members}
     request_moves = plan_request_moves(status, gone, homes or {}, slots, costs or status.move_costs)
-    plan = ResizePlan(members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason, predicted or {})
+    plan = ResizePlan(
+        members, tuple(sorted(gone)), (), placement, tuple(expert_moves), tuple(request_moves), reason, predicted or {}
+    )
     check_plan(plan, status)
     return plan
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from flexfloor.progress import LiveRequests, ModelShape, RequestStatus, WorkerStatus
-from flexfloor.world.costs import MoveCosts
 from flexfloor.world.experts import ExpertPlacement
+from flexfloor.world.profiles import MoveCosts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FleetStatus:
     iteration_s: float = 0.0
     prefill_tokens: int = 512
     clock_s: float = 0.0
-    move_costs: MoveCosts = MoveCosts()
+    move_costs: MoveCosts = field(default_factory=MoveCosts)
     table: LiveRequests | None = None
 
     @property
