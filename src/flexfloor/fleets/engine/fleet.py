@@ -18,7 +18,7 @@ from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, ResizeOutco
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.crew import Crew
 from flexfloor.fleets.engine.launcher import Stopwatch
-from flexfloor.fleets.engine.numerics import BITWISE_PATHS, NumericsPath, cbwr_setting
+from flexfloor.fleets.engine.numerics import NumericsPath, cbwr_setting, paths_to_try
 from flexfloor.fleets.engine.pacing import Pace
 from flexfloor.fleets.engine.plan import check_device, check_request, plan_memory, read_eos_token_ids, total_tokens
 from flexfloor.fleets.engine.resizing import ResizeRun
@@ -192,12 +192,7 @@ class EngineFleet(Fleet):
         )
 
     def _choose_numerics(self, members: Sequence[int]) -> NumericsPath:
-        wanted = self._settings.resolved_numerics
-        paths: tuple[NumericsPath, ...] = ("fast",) if wanted == "fast" else BITWISE_PATHS
-        if "MKL_CBWR" not in self._environment():
-            paths = tuple(p for p in paths if p != "cbwr")
-        if wanted == "bitwise" and (forced := os.environ.get("FLEXFLOOR_NUMERICS_PATH")):
-            paths = tuple(p for p in paths if p == forced)
+        paths = paths_to_try(self._settings.resolved_numerics, "MKL_CBWR" in self._environment())
         for path in paths:
             if all(self._call("check_numerics", dict.fromkeys(members, (path,))).values()):
                 return path

@@ -16,6 +16,7 @@ experts have kernels of their own, see `kernels`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexfloor.fleets.engine import kernels
 
+Numerics = Literal["bitwise", "fast"]
 NumericsPath = Literal["fast", "cbwr", "blocks"]
 BITWISE_PATHS: tuple[NumericsPath, ...] = ("cbwr", "blocks")
 
@@ -45,6 +47,17 @@ def cbwr_setting(dtype: torch.dtype) -> str | None:
     if dtype != torch.float32 or not torch.backends.mkl.is_available():
         return None
     return {"AVX512": "AVX512,STRICT", "AVX2": "AVX2,STRICT"}.get(torch.backends.cpu.get_cpu_capability())
+
+
+def paths_to_try(wanted: Numerics, cbwr: bool) -> tuple[NumericsPath, ...]:
+    """By which `wanted` may hold, the best first. cbwr: whether workers run MKL in its reproducible mode.
+
+    The environment variable FLEXFLOOR_NUMERICS_PATH leaves one path of `bitwise`.
+    """
+    if wanted == "fast":
+        return ("fast",)
+    forced = os.environ.get("FLEXFLOOR_NUMERICS_PATH")
+    return tuple(p for p in BITWISE_PATHS if (cbwr or p != "cbwr") and forced in (None, "", p))
 
 
 def numerics_mode(path: NumericsPath, widths: set[int]) -> AbstractContextManager[Any]:

@@ -194,12 +194,12 @@ class Worker:
         self.note_memory()
         report = tuple(self._report())
         columns = list(zip(*records, strict=True)) if records else [()] * 6
-        batch, prefill, kv, experts, late = (np.array(c, dtype=np.int64) for c in columns[1:])
+        live, prefill, kv, experts, late = (np.array(c, dtype=np.int64) for c in columns[1:])
         return ChunkResult(
             WorkerIterations(
                 self.config.worker,
                 np.array(columns[0], dtype=np.float64),
-                batch,
+                live,
                 prefill,
                 kv,
                 experts,
