@@ -5,10 +5,7 @@ The arena is one allocation: KV pages grow from one end, expert slots sit at the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from flexfloor.errors import InputError
 
@@ -82,22 +79,3 @@ class MemoryPlan:
 def format_up(count: int) -> str:
     """A size that can be typed back as an option and is not below `count`."""
     return f"{-(-count // MIB)}MiB"
-
-
-_MOST_TIMES = 256  # ends of requests at which the pages in use are counted
-
-
-def concurrent_pages(tokens: Sequence[float], remaining: Sequence[float], page_tokens: int) -> int:
-    """Most KV pages that requests take together from now on.
-
-    tokens: of each, prompt and response so far; remaining: that it still generates. Each gains one token an iteration
-    and gives its pages back at its end, so that the most are in use just before one ends.
-    """
-    if not len(tokens):
-        return 0
-    have, left = np.asarray(tokens, dtype=np.float64), np.asarray(remaining, dtype=np.float64)
-    times = np.unique(left)
-    if len(times) > _MOST_TIMES:
-        times = times[np.linspace(0, len(times) - 1, _MOST_TIMES).astype(int)]
-    pages = np.ceil((have + times[:, None]) / page_tokens) * (left >= times[:, None])
-    return int(pages.sum(axis=1).max())
