@@ -147,6 +147,7 @@ def test_responses_that_differ(
     class Result:
         def __init__(self, policy: str) -> None:
             self.summary = summary(responses_sha256=policy, numerics=numerics)
+            self.responses: list[flexfloor.Response] = []
 
     class Launched:
         def __enter__(self) -> Launched:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,6 +145,17 @@ def make_requests(
         for sample in range(samples):
             requests.append(Request(f"{key}#{occurrence}/{sample}", key, sample, prompt.tokens, own))
     return requests
+
+
+def shuffle(requests: Sequence[Request], order: str) -> list[Request]:
+    """The requests in the order `arrival` or `shuffle:SEED` names. Raises InputError."""
+    found = re.fullmatch(r"arrival|shuffle(?::(\d+))?", order)
+    if not found:
+        raise InputError(f"order {order!r} is not known; give 'arrival' or 'shuffle:SEED'")
+    ordered = list(requests)
+    if order != "arrival":
+        random.Random(int(found[1] or 0)).shuffle(ordered)
+    return ordered
 
 
 def hash_responses(responses: Iterable[Response]) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 import threading
 import warnings
 import weakref
@@ -29,9 +27,10 @@ from flexfloor.ledger.events import (
     start_record,
     submit_record,
 )
-from flexfloor.requests import Request, Response, hash_responses
+from flexfloor.requests import Request, Response, hash_responses, shuffle
 from flexfloor.world.lengths.base import Lengths, check_oracle
-from flexfloor.world.lengths.store import LengthHistory
+from flexfloor.world.lengths.observations import Split
+from flexfloor.world.lengths.store import History, load_history, remember
 from flexfloor.world.profiles import PROFILES, DeviceProfile, load_profile
 from flexfloor.world.status import FleetStatus
 
@@ -89,7 +88,8 @@ class Rollout:
         *,
         policy: str | Policy = "static",
         knowledge: str = "auto",
-        history: LengthHistory | Path | str | None = None,
+        history: History | None = None,
+        split: Split = "train",
         max_slowdown: float = 0.02,
         min_workers: int = 1,
         profile: str | Path | DeviceProfile | None = None,
@@ -101,10 +101,7 @@ class Rollout:
     ) -> None:
         if chunk < 1:
             raise InputError(f"chunk is {chunk}; give at least 1 iteration")
-        if isinstance(history, Path | str):
-            history = LengthHistory(history)
-        if knowledge == "auto":
-            knowledge = "none" if history is None else "history"
+        observed = load_history(history, split)  # as it is now, whoever adds to it meanwhile
         if isinstance(policy, str):
             # Here, because numba and scipy take longer to load than all the rest of the package.
             from flexfloor.policy import make_policy
@@ -112,7 +109,7 @@ class Rollout:
 
             policy = make_policy(
                 policy,
-                lengths=make_lengths(knowledge, history) if lengths is None else lengths,
+                lengths=make_lengths(knowledge, observed, split=split) if lengths is None else lengths,
                 max_slowdown=max_slowdown,
                 min_workers=min_workers,
                 workers=fleet.info.workers,
@@ -122,7 +119,7 @@ class Rollout:
         self._fleet, self._policy, self._chunk = fleet, policy, chunk
         if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("name", "admit", "decide")):
             raise InputError(f"policy {policy!r:.80} has no name, admit and decide; see flexfloor.policy.Policy")
-        self._knowledge, self._history, self._on_release = knowledge, history, on_release
+        self._knowledge, self._history, self._split, self._on_release = knowledge, history, split, on_release
         self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(Path(ledger) if ledger else None)
         self._on_progress = on_progress
         self._pause = 0  # looks of the driver until resizes are tried again
@@ -202,11 +199,21 @@ class Rollout:
                 self._begin()  # sealed without a request: an empty rollout has an account too
             closing = fleet.status()
             self._end(closing, fleet.regrow())
-            if self._history is not None and self._responses and not fleet.info.simulated:
-                self._history.observe(list(self._requests.values()), list(self._responses.values()))
+            self._remember()
         finally:
             _busy.discard(fleet)
             self._ledger.close()
+
+    def _remember(self) -> None:
+        """The history learns from the responses. These are worth more: when it cannot, that is a warning."""
+        if self._history is None or not self._responses or self._fleet.info.simulated:
+            return
+        requests, responses = list(self._requests.values()), list(self._responses.values())
+        version = self._fleet.info.weights_version
+        try:
+            remember(self._history, requests, responses, split=self._split, policy_version=version)
+        except FlexFloorError as error:
+            warnings.warn(f"{error}; the history lacks this rollout", RuntimeWarning, stacklevel=2)
 
     def _assign(self, queue: list[Request]) -> list[Request]:
         """Bind what the policy admits; returns the requests that still wait."""
@@ -344,7 +351,8 @@ def rollout(
     *,
     policy: str | Policy = "static",
     knowledge: str = "auto",
-    history: LengthHistory | Path | str | None = None,
+    history: History | None = None,
+    split: Split = "train",
     max_slowdown: float = 0.02,
     min_workers: int = 1,
     profile: str | Path | DeviceProfile | None = None,
@@ -358,12 +366,12 @@ def rollout(
     """Generate a response to each request and account for the workers' time.
 
     policy: a name of `flexfloor.policy`. history: lengths of earlier rollouts, a file or a LengthHistory; it learns
-    this rollout's when that has ended. knowledge: what the policy knows of lengths: `none`, `history`, `shuffled`
-    (other prompts' history, to see what a wrong one does) or `oracle` (the forced ones); `auto` is the history where
-    there is one. lengths: forecasts of one's own, instead.
-    max_slowdown: throughput that releasing workers may cost, reckoned on the device `profile`. order: `arrival` or
-    `shuffle:SEED`, in which the requests reach the policy; responses come back in the order given. chunk: iterations
-    between two looks of the driver. on_release: told the number of a worker that has given its memory back.
+    this rollout's when that has ended. split: `train` or `eval`: whose lengths count, and what is learned under.
+    knowledge: what the policy knows of lengths: `none`, `history`, `shuffled` (other prompts' history, to see what a
+    wrong one does) or `oracle` (the forced ones); `auto` is the history where there is one. lengths: forecasts of one's
+    own, instead. max_slowdown: throughput that releasing workers may cost, reckoned on the device `profile`. order:
+    `arrival` or `shuffle:SEED`, in which the requests reach the policy; responses come back in the order given. chunk:
+    iterations between two looks of the driver. on_release: told the number of a worker that has given its memory back.
     ledger: file to write. Raises InputError before anything runs for a request that cannot fit.
     """
     if not requests:
@@ -373,6 +381,7 @@ def rollout(
         policy=policy,
         knowledge=knowledge,
         history=history,
+        split=split,
         max_slowdown=max_slowdown,
         min_workers=min_workers,
         profile=profile,
@@ -386,14 +395,3 @@ def rollout(
     run.seal()
     by_id = {r.request_id: r for r in run.run().responses}
     return RolloutResult([by_id[r.request_id] for r in requests], run.summary)
-
-
-def shuffle(requests: Sequence[Request], order: str) -> list[Request]:
-    """The requests in the order `arrival` or `shuffle:SEED` names. Raises InputError."""
-    found = re.fullmatch(r"arrival|shuffle(?::(\d+))?", order)
-    if not found:
-        raise InputError(f"order {order!r} is not known; give 'arrival' or 'shuffle:SEED'")
-    ordered = list(requests)
-    if order != "arrival":
-        random.Random(int(found[1] or 0)).shuffle(ordered)
-    return ordered

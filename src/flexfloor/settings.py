@@ -155,6 +155,9 @@ class RunSettings(Settings):
         "auto: history where --history is given",
     )
     history: Path | None = Field(None, description="length history: read, and added to at the end; made if missing")
+    split: Literal["train", "eval"] = Field(
+        "train", description="which lengths of the history count, and what these are added to it as"
+    )
     max_slowdown: float = Field(0.02, ge=0, description="share of throughput that releasing workers may cost")
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     order: str = Field("arrival", description="arrival, or shuffle:SEED")

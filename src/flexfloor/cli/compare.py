@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexfloor.cli.display import ProgressLines, format_count, print_table, warn_of_overruns
-from flexfloor.cli.rollout import check_policy, input_files, launch, read_work, rollout_arguments
+from flexfloor.cli.rollout import (
+    add_to_history,
+    check_policies,
+    history_file,
+    input_files,
+    launch,
+    read_work,
+    rollout_arguments,
+)
 from flexfloor.errors import FlexFloorError
 from flexfloor.ledger.accounting import Summary
 from flexfloor.outputs import check_outputs, write_json
@@ -15,6 +23,8 @@ from flexfloor.settings import CompareSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from flexfloor.requests import Response
 
 BASELINES = ("static", "static-spread")
 
@@ -98,30 +108,33 @@ def run_compare(settings: CompareSettings) -> int:
     outputs = {"--out-dir": settings.out_dir / "comparison.json"}
     for name, folder in folders.items():
         outputs |= {f"--out-dir ({name}, {file})": folder / file for file in ("summary.json", "ledger.jsonl")}
-    check_outputs(outputs, input_files(settings))
-    for name in names:
-        check_policy(name, settings)
+    check_outputs(outputs | history_file(settings), input_files(settings))
+    observed = check_policies(names, settings, show)
     work = read_work(settings, show)
     import flexfloor
 
+    baseline = choose_baseline(names)
     summaries: dict[str, Summary] = {}
+    responses: list[Response] = []
     with launch(settings, work, show) as fleet:
         outputs["--out-dir"].unlink(missing_ok=True)  # of an earlier run
         for name, folder in folders.items():
             show.begin_rollout(name)
-            summaries[name] = flexfloor.rollout(
+            result = flexfloor.rollout(
                 fleet,
                 work.requests,
                 policy=name,
                 ledger=folder / "ledger.jsonl",
                 on_progress=show.progress,
                 on_release=show.released,
-                **rollout_arguments(settings),
-            ).summary
+                **rollout_arguments(settings, observed),
+            )
+            summaries[name] = result.summary
+            if name == baseline:
+                responses = result.responses
             write_json(folder / "summary.json", summaries[name].to_json())
     show.begin_rollout(None)
     rows = compare_summaries(summaries)
-    baseline = choose_baseline(names)
     write_json(outputs["--out-dir"], _to_json(rows, summaries[baseline], baseline))
     show.phase("done")
     for summary in summaries.values():
@@ -132,6 +145,7 @@ def run_compare(settings: CompareSettings) -> int:
     differing = [row.policy for row in rows if not row.equal]
     if differing and summaries[baseline].numerics == "bitwise":
         raise FlexFloorError(f"numerics is bitwise, but responses differ from {baseline}: {', '.join(differing)}")
+    add_to_history(settings, work, responses)  # once: the policies answered the same requests
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,15 @@ from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
 from flexfloor.settings import RolloutSettings, RunSettings
-from flexfloor.world.costs import load_profile
 from flexfloor.world.lengths.base import check_oracle
 from flexfloor.world.lengths.knowledge import make_lengths
-from flexfloor.world.lengths.store import LengthHistory
+from flexfloor.world.lengths.store import load_history, remember
+from flexfloor.world.profiles import load_profile
 
 if TYPE_CHECKING:
     from flexfloor.fleet import Fleet
-    from flexfloor.requests import Request
+    from flexfloor.requests import Request, Response
+    from flexfloor.world.lengths.observations import Observations
 
 
 def run_rollout(settings: RolloutSettings) -> int:
@@ -29,8 +31,8 @@ def run_rollout(settings: RolloutSettings) -> int:
     """
     show = ProgressLines(settings.quiet)
     files = output_files(settings)
-    check_outputs({f"--{name}": path for name, path in files.items()}, input_files(settings))
-    check_policy(settings.policy, settings)
+    check_outputs({f"--{name}": path for name, path in files.items()} | history_file(settings), input_files(settings))
+    observed = check_policies([settings.policy], settings, show)
     work = read_work(settings, show)
     import flexfloor
 
@@ -44,7 +46,7 @@ def run_rollout(settings: RolloutSettings) -> int:
             ledger=files["ledger"],
             on_progress=show.progress,
             on_release=show.released,
-            **rollout_arguments(settings),
+            **rollout_arguments(settings, observed),
         )
     decode_responses(result.responses, work.tokenizer, work.requests)
     write_responses(files["out"], result.responses)
@@ -52,31 +54,45 @@ def run_rollout(settings: RolloutSettings) -> int:
     show.phase("done")
     warn_of_overruns(result.summary)
     print_summary(result.summary, {"responses": files["out"], "summary": files["summary"], "ledger": files["ledger"]})
+    add_to_history(settings, work, result.responses)
     return 0
 
 
-def check_policy(name: str, settings: RunSettings) -> None:
-    """Refuse what a policy does not take before a worker is started. Raises InputError."""
-    knowledge, observed = settings.knowledge, None
+def check_policies(names: Sequence[str], settings: RunSettings, show: ProgressLines) -> Observations | None:
+    """Refuse what a policy does not take before a worker is started. Returns what the history holds.
+
+    Raises InputError.
+    """
+    observed = load_history(settings.history, settings.split)
+    if observed is not None:
+        show.phase(f"history of {len(observed)} responses")
+    for name in names:
+        make_policy(
+            name,
+            lengths=make_lengths(settings.knowledge, observed, split=settings.split),
+            max_slowdown=settings.max_slowdown,
+            min_workers=settings.min_workers,
+            workers=settings.workers,
+            profile=load_profile(settings.engine.resolved_profile),
+        )
+    return observed
+
+
+def rollout_arguments(settings: RunSettings, observed: Observations | None) -> dict[str, Any]:
+    """What every command passes on to `flexfloor.rollout`, besides policy, ledger and progress.
+
+    observed: the history as it is now; to the file, the command adds by itself when responses are safe.
+    """
+    names = ("knowledge", "split", "max_slowdown", "min_workers", "order", "chunk")
+    own = {name: getattr(settings, name) for name in names}
+    return own | {"history": observed, "profile": settings.engine.resolved_profile}
+
+
+def add_to_history(settings: RunSettings, work: Work, responses: Sequence[Response]) -> None:
+    """The lengths of one rollout, where there is a history. Raises FlexFloorError."""
     if settings.history is not None:
-        with LengthHistory(settings.history) as history:
-            observed = history.load()
-    if knowledge == "auto":
-        knowledge = "none" if observed is None else "history"
-    make_policy(
-        name,
-        lengths=make_lengths(knowledge, observed),
-        max_slowdown=settings.max_slowdown,
-        min_workers=settings.min_workers,
-        workers=settings.workers,
-        profile=load_profile(settings.engine.resolved_profile),
-    )
-
-
-def rollout_arguments(settings: RunSettings) -> dict[str, Any]:
-    """What every command passes on to `flexfloor.rollout`, besides policy, ledger and progress."""
-    names = ("knowledge", "history", "max_slowdown", "min_workers", "order", "chunk")
-    return {name: getattr(settings, name) for name in names} | {"profile": settings.engine.resolved_profile}
+        # Workers have read the weights once, from the checkpoint.
+        remember(settings.history, work.requests, responses, split=settings.split, policy_version=0)
 
 
 @dataclass(frozen=True)
@@ -136,6 +152,11 @@ def input_files(settings: RunSettings) -> dict[str, Path]:
     if settings.force_lengths is not None and settings.force_lengths != "prompts":
         files["--force-lengths"] = Path(settings.force_lengths)
     return files
+
+
+def history_file(settings: RunSettings) -> dict[str, Path]:
+    """Option → file that is read and written."""
+    return {} if settings.history is None else {"--history": settings.history}
 
 
 def output_files(settings: RolloutSettings) -> dict[str, Path]:

@@ -6,6 +6,7 @@ systems of clusters do not give. A step is written in one transaction, so that a
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import struct
 import time
@@ -272,11 +273,48 @@ class LengthHistory:
         return int(self._db.execute(query).fetchone()[0])
 
 
+History = LengthHistory | Observations | Path | str
+"""Of a rollout: a file, or an open one, which learn its lengths at its end; or observations, which do not."""
+
+
 def number(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """(different names in the order they come, index of each)."""
     known: dict[str, int] = {}
     index = np.array([known.setdefault(name, len(known)) for name in names], np.int64)
     return list(known), index
+
+
+def load_history(history: History | None, split: str = "train") -> Observations | None:
+    """What a history holds now; of a file that is missing, nothing, and it is not made.
+
+    split: of the lengths that are going to be added. Raises InputError, also where they could not be.
+    """
+    if split not in SPLITS:
+        raise InputError(f"split {split!r} is not known; there is {', '.join(SPLITS)}")
+    if isinstance(history, LengthHistory):
+        return history.load()
+    if not isinstance(history, Path | str):
+        return history
+    file = Path(history)
+    _check_file(file, create=True)
+    needed = [p for p in (file, file.absolute().parent) if p.exists()]  # SQLite's journal lies beside the file
+    if not all(os.access(p, os.W_OK) for p in needed):
+        raise InputError(f"{file}: history cannot be written; make it and its folder writable, or copy it")
+    if not file.exists():
+        return Observations.from_lengths([], [], [], max_tokens=1)
+    with LengthHistory(file) as opened:
+        return opened.load()
+
+
+def remember(
+    history: History, requests: Sequence[Request], responses: Sequence[Response], *, split: Split, policy_version: int
+) -> None:
+    """Add a rollout's lengths, as one epoch; to observations nothing is added. Raises FlexFloorError."""
+    if isinstance(history, Path | str):
+        with LengthHistory(history) as file:
+            file.observe(requests, responses, split=split, policy_version=policy_version)
+    elif isinstance(history, LengthHistory):
+        history.observe(requests, responses, split=split, policy_version=policy_version)
 
 
 def _check_file(path: Path, create: bool) -> None:
