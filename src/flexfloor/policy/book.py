@@ -46,7 +46,7 @@ class Book:
         self.waiting: list[int] = []
         self.prompt = np.zeros(0, dtype=np.int64)
         self.total = np.zeros(0, dtype=np.int64)
-        self.prefill = np.zeros(0)
+        self.siblings = 1.0  # requests of a prompt, on average
         self._rows: dict[str, int] = {}
 
     def take(self, queue: Sequence[Request]) -> bool:
@@ -63,8 +63,8 @@ class Book:
         self.prompt = np.concatenate([self.prompt, tokens])
         self.total = np.concatenate([self.total, np.full(len(fresh), -1)])
         prompts = [r.request_id.rpartition("/")[0] for r in fresh]
-        _, group, siblings = np.unique(prompts, return_inverse=True, return_counts=True)
-        self.prefill = np.concatenate([self.prefill, tokens / siblings[group]])
+        siblings = np.unique(prompts, return_counts=True)[1]
+        self.siblings = float(siblings.mean())
         return True
 
     def bind(self, rows: Sequence[int]) -> None:

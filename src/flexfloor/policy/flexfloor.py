@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, peaks_of
-from flexfloor.policy.planned import DRAWS, PlannedPolicy
+from flexfloor.policy.planned import DRAWS, LEADS, PlannedPolicy, best_lead
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile
 from flexfloor.world.lengths.base import ForcedLengths, Lengths
@@ -28,6 +28,7 @@ class _Option:
 
     workers: int
     price: float
+    lead: float
     seconds: float
     occupied_s: float
 
@@ -53,7 +54,9 @@ class FlexFloorPolicy(PlannedPolicy):
         self._max_slowdown, self._min_workers = max_slowdown, min_workers
         self._certain = isinstance(lengths, ForcedLengths)
         self._scale = time_scale  # seconds of the fleet for one of the cost model
-        self._settled = False
+        self._settled, self._first = False, True
+        self._still = -1  # requests that waited at the last look
+        self._lead_of_all = 0.0
         self._origin: tuple[float, np.ndarray, np.ndarray] | None = None  # clock, generated and rows at that time
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
@@ -75,6 +78,7 @@ class FlexFloorPolicy(PlannedPolicy):
         rows = np.concatenate([live.rows, np.array(self.book.waiting, dtype=np.int64)])
         done = np.concatenate([live.generated, np.zeros(len(self.book.waiting), dtype=np.int64)])
         self._origin = (status.clock_s, done, rows)
+        self._lead_of_all = self.lead  # which is for all workers
 
     def _settle(self, status: FleetStatus) -> None:
         """How much longer an iteration takes than one of a pooled batch on the device of the profile."""
@@ -83,39 +87,49 @@ class FlexFloorPolicy(PlannedPolicy):
         table = status.live_requests
         tokens = float((table.prompt_tokens + table.response_tokens).sum())
         ratio = status.iteration_s / self._pooled_s(len(status.active), status.live, tokens, status)
-        self._scale += (ratio - self._scale) * (_SETTLE if self._settled else 1.0)
-        self._settled = True
+        if self._still == len(self.book.waiting) and table.decoding.all():
+            self._scale += (ratio - self._scale) * (_SETTLE if self._settled else 1.0)
+            self._settled = True
+        elif not self._settled:  # prompts were computed too, which only makes it longer
+            self._scale = ratio if self._first else min(self._scale, ratio)
+        self._still, self._first = len(self.book.waiting), False
 
     def _shrink(self, status: FleetStatus) -> ResizePlan | None:
         active = len(status.active)
         if active <= self._min_workers or self._origin is None:
             return None
         ahead, live = self.ahead(status), self.book.live(status)
-        waiting = self._in_order(np.array(self.book.waiting, dtype=np.int64))
-        draws = [self.batch(live, waiting, d / DRAWS) for d in range(1 if self._certain else DRAWS)]
-        whole = [self._whole(d / DRAWS, status) for d in range(len(draws))]
-        reference = float(np.mean([ahead.roll(b, len(status.workers)).seconds for b in whole])) * self._scale
-        limit = reference * (1 + _MARGIN * self._max_slowdown) - (status.clock_s - self._origin[0])
+        draws = [d / DRAWS for d in range(1 if self._certain else DRAWS)]
+        whole = [ahead.roll(self._whole(d, status), len(status.workers)).seconds for d in draws]
+        limit = float(np.mean(whole)) * self._scale * (1 + _MARGIN * self._max_slowdown)
+        limit -= status.clock_s - self._origin[0]
 
-        stay = self._option(draws, active, np.inf, status)
-        sizes = [m for m in ahead.sizes.tolist() if self._min_workers <= m < active]
+        waiting = np.array(self.book.waiting, dtype=np.int64)
+        starts = status.iteration == 0 and len(waiting) > 0
+        orders = {lead: self.in_order(waiting, lead) for lead in (LEADS if starts else (self.lead,))}
+        batches = {lead: [self.batch(live, rows, d) for d in draws] for lead, rows in orders.items()}
+        stay = self._option(batches, self.lead, active, np.inf, status)
         best: _Option | None = None
-        for workers in sizes:
+        for workers in (m for m in ahead.sizes.tolist() if self._min_workers <= m < active):
+            plain = {lead: self._option(batches, lead, workers, np.inf, status) for lead in orders}
+            lead = best_lead({lead: option.seconds for lead, option in plain.items()})
             for price in (np.inf, *reversed(PRICES)):
-                option = self._option(draws, workers, price, status)
+                option = plain[lead] if price == np.inf else self._option(batches, lead, workers, price, status)
                 if option.seconds > max(limit, 0.0) and option.seconds > stay.seconds:
                     break
                 if best is None or option.occupied_s < best.occupied_s:
                     best = option
         return None if best is None else self._plan(best, stay, status)
 
-    def _option(self, draws: Sequence[Batch], workers: int, price: float, status: FleetStatus) -> _Option:
+    def _option(
+        self, batches: Mapping[float, Sequence[Batch]], lead: float, workers: int, price: float, status: FleetStatus
+    ) -> _Option:
         ahead, active = self.ahead(status), len(status.active)
-        found: list[Outlook] = [ahead.roll(b, workers, price=price) for b in draws]
+        found: list[Outlook] = [ahead.roll(b, workers, price=price) for b in batches[lead]]
         stall = self._stall_s(workers, status) if workers < active and status.iteration > 0 else 0.0
         seconds = self._scale * float(np.mean([o.seconds for o in found])) + stall
         occupied = self._scale * float(np.mean([o.occupied_s for o in found])) + active * stall
-        return _Option(workers, price, seconds, occupied)
+        return _Option(workers, price, lead, seconds, occupied)
 
     def _whole(self, shift: float, status: FleetStatus) -> Batch:
         """All that there was to do at the origin, by what is known now."""
@@ -132,8 +146,8 @@ class FlexFloorPolicy(PlannedPolicy):
         waits = np.nonzero(~begun)[0]
         place = np.empty(len(self.book.total), dtype=np.int64)
         place[rows[waits]] = waits
-        waits = place[self._in_order(rows[waits])]
-        return Batch(tokens[begun], left[begun], tokens[waits], left[waits], self.book.prefill[rows[waits]])
+        waits = place[self.in_order(rows[waits], self._lead_of_all)]
+        return Batch(tokens[begun], left[begun], tokens[waits], left[waits], tokens[waits], self.book.siblings)
 
     def _stall_s(self, workers: int, status: FleetStatus) -> float:
         """Seconds of a change to so many workers: its fixed part, and what each one that stays takes in."""
@@ -161,9 +175,11 @@ class FlexFloorPolicy(PlannedPolicy):
             }
             reason = f"{count} are enough for what is left; saves {saved:.3g} worker-s of {stay.occupied_s:.3g}"
             try:
-                return plan_shrink(status, sorted(by_kv[count:]), homes, reason, predicted)
+                plan = plan_shrink(status, sorted(by_kv[count:]), homes, reason, predicted)
             except PlanRefusedError:
                 continue
+            self.lead = option.lead
+            return plan
         return None
 
     def _pays(self, workers: int, status: FleetStatus) -> bool:

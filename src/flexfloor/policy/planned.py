@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
 _MOVE_GAIN = 2.0  # seconds gained for each one that moves take
 DRAWS = 3  # of the forecast, that plans are compared on
-_LEADS = {
+LEADS = {
     0.0: "in order of arrival",
     0.5: "longer ones a little earlier",
     1.0: "longer ones earlier",
@@ -33,6 +33,11 @@ _LEADS = {
 }  # weight of being long against having arrived early
 _ORDER_GAIN = 0.01  # share of the time by which another order than that of arrival must be faster
 _LOOKS = 0.02  # of the iterations so far and to come, between two decisions
+
+
+def best_lead(seconds: Mapping[float, float]) -> float:
+    """seconds: by lead, those of a rollout. Another order than that of arrival must gain something."""
+    return min(seconds, key=lambda lead: seconds[lead] * (1 - _ORDER_GAIN * (lead == 0)))
 
 
 class PlannedPolicy:
@@ -50,7 +55,7 @@ class PlannedPolicy:
         self._cost: IterationCost | None = None
         self._ahead: LookAhead | None = None
         self._next = 0  # iteration of the next decision
-        self._lead = 0.0  # weight of being long against having arrived early, see _LEADS
+        self.lead = 0.0  # order of what waits, one of LEADS
         self._decisions: list[Decision] = []
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
@@ -62,7 +67,7 @@ class PlannedPolicy:
         place = np.full(len(status.workers), -1)
         place[list(workers)] = np.arange(len(workers))
         here = place[live.worker] >= 0
-        rows = self._in_order(np.array(self.book.waiting))
+        rows = self.in_order(np.array(self.book.waiting), self.lead)
         limit = self.limits(workers, status)
         homes = bind_least_peak(
             live.tokens[here],
@@ -146,29 +151,31 @@ class PlannedPolicy:
             np.maximum(self.book.left(live.rows, live.generated, shift) * stretch, 1.0),
             self.book.prompt[waiting].astype(np.float64),
             np.maximum(self.book.left(waiting, np.zeros(len(waiting), dtype=np.int64), shift) * stretch, 1.0),
-            self.book.prefill[waiting],
+            self.book.prompt[waiting].astype(np.float64),
+            self.book.siblings,
         )
 
-    def _in_order(self, rows: np.ndarray) -> np.ndarray:
-        if self._lead == 0:
+    def in_order(self, rows: np.ndarray, lead: float) -> np.ndarray:
+        """Waiting rows in the order in which they are taken in. lead: one of LEADS."""
+        if lead == 0:
             return rows
         rank = np.empty(len(rows))
         rank[np.argsort(-self.book.expected(rows), kind="stable")] = np.arange(len(rows))
-        arrival = np.arange(len(rows)) if self._lead < np.inf else 0.0
-        return rows[np.argsort(arrival + min(self._lead, 1.0) * rank, kind="stable")]
+        arrival = np.arange(len(rows)) if lead < np.inf else 0.0
+        return rows[np.argsort(arrival + min(lead, 1.0) * rank, kind="stable")]
 
     def _choose_order(self, status: FleetStatus) -> None:
         """The order of what waits now, by rolling both forward on the workers that requests are bound to."""
         rows, live, ahead = np.array(self.book.waiting), self.book.live(status), self.ahead(status)
-        seconds = {}
-        for self._lead in _LEADS:
-            ordered, workers = self._in_order(rows), len(self.workers(status))
+        workers, seconds = len(self.workers(status)), {}
+        for lead in LEADS:
+            ordered = self.in_order(rows, lead)
             rolled = [ahead.roll(self.batch(live, ordered, d / DRAWS), workers).seconds for d in range(DRAWS)]
-            seconds[self._lead] = float(np.mean(rolled))
-        self._lead = min(seconds, key=lambda lead: seconds[lead] * (1 - _ORDER_GAIN * (lead == 0)))
-        told = ", ".join(f"{s:.4g} s {_LEADS[lead]}" for lead, s in seconds.items())
-        reason = f"{_LEADS[self._lead]}, by look-ahead: {told}"
-        self._decisions.append(Decision("order", reason, {"remaining_s": seconds[self._lead]}))
+            seconds[lead] = float(np.mean(rolled))
+        self.lead = best_lead(seconds)
+        told = ", ".join(f"{s:.4g} s {LEADS[lead]}" for lead, s in seconds.items())
+        reason = f"{LEADS[self.lead]}, by look-ahead on {workers} workers: {told}"
+        self._decisions.append(Decision("order", reason, {"remaining_s": seconds[self.lead]}))
 
     def is_full(self, status: FleetStatus) -> bool:
         """Whether a worker is about to run out of pages, and preempt, while another one has some to spare."""

@@ -18,6 +18,7 @@ from flexfloor.world.jit import numba
 _BINS = 192  # steps that the longest remaining response is divided into
 _RING = 512
 _UNEVEN = 0.03  # KV of the fullest worker above the mean, where there are many requests
+_BURST = 2.0  # prompt tokens of the busiest worker over the mean
 _FILL = 0.97  # of the KV memory that is ever planned to be full
 
 
@@ -27,7 +28,8 @@ class Batch:
 
     kv, left: of each live one, tokens it holds and those it still generates. wait_kv, wait_left: of each waiting one,
     in the order in which they are taken in: tokens it holds once it is computed, and those it generates after that.
-    wait_prefill: tokens to compute for it; of a prompt that siblings share, its share.
+    wait_prefill: tokens to compute for it where no sibling has computed them; siblings: requests of a prompt, on
+    average, of which those on one worker compute it once.
     """
 
     kv: np.ndarray
@@ -35,6 +37,7 @@ class Batch:
     wait_kv: np.ndarray
     wait_left: np.ndarray
     wait_prefill: np.ndarray
+    siblings: float = 1.0
 
     @property
     def longest(self) -> float:
@@ -85,6 +88,7 @@ class LookAhead:
         self._max_batch, self._prefill = float(max_batch), float(prefill_tokens)
         shape = cost.shape
         self._moves = np.zeros(3)
+        self._scattered = moves is not None
         if moves is not None:
             rate = moves.bytes_per_s
             self._moves[:] = moves.switch_s, shape.all_expert_bytes / rate, shape.kv_token_bytes / rate
@@ -106,9 +110,13 @@ class LookAhead:
         """
         index = int(np.searchsorted(self.sizes, workers, side="right")) - 1
         width = max(1.0, batch.longest / bins)
+        # Siblings go to workers as if drawn by lot; a burst of prompts is not as even as what decodes.
+        m = float(self.sizes[max(index, 0)])
+        shares = m * (1 - (1 - 1 / m) ** batch.siblings) / batch.siblings if self._scattered else 1 / batch.siblings
+        prefill = batch.wait_prefill * shares
         seconds, occupied, last, iterations = _roll(
             self.cost.coefficients, self.cost.latency, self.sizes, self._caps, max(index, 0), self._moves,
-            batch.kv, batch.left, batch.wait_kv, batch.wait_left, batch.wait_prefill,
+            batch.kv, batch.left, batch.wait_kv, batch.wait_left, prefill,
             price, hold, self._max_batch, self._prefill, width,
         )  # fmt: skip
         return Outlook(seconds, occupied, int(last), iterations)
@@ -244,7 +252,8 @@ def _roll(
             passes = max(1.0, np.ceil(computed / m / budget))
             each = computed / passes
             per, kv_max = busiest(m, live, tokens, perfect)
-            with_it = seconds_core(c, latency, float(m), per, live, kv_max, each / m, each, per + each / m)
+            most = each / m * (1.0 if perfect else min(_BURST, float(m)))
+            with_it = seconds_core(c, latency, float(m), per, live, kv_max, most, each, per + most)
             spent += passes * max(with_it - now, 0.0)
         seconds += spent
         occupied += m * spent
