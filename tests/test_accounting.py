@@ -54,8 +54,9 @@ def start(workers: int) -> dict[str, Any]:
 
 
 def worked(worker: int, seconds: list[float], batch: list[int]) -> WorkerIterations:
+    """Every live request that takes part in an iteration gets a token."""
     zeros = np.zeros(len(batch), dtype=np.int64)
-    return WorkerIterations(worker, np.array(seconds), np.array(batch), zeros, zeros, zeros, zeros)
+    return WorkerIterations(worker, np.array(seconds), np.array(batch), zeros, zeros, zeros, zeros, tokens=sum(batch))
 
 
 def gained(request_id: str, worker: int, tokens: int, finish_iteration: int | None = None) -> RequestProgress:
