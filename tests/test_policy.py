@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,16 +14,18 @@ from statuses import live, make_status, with_requests
 import flexfloor
 from flexfloor.errors import InputError
 from flexfloor.policy import POLICIES, Policy, make_policy
-from flexfloor.policy.base import ForcedLengths, NoLengths
+from flexfloor.policy.binding import bind_least_peak, even_out, peaks_of
+from flexfloor.progress import Progress, RequestProgress
 from flexfloor.requests import Prompt, Request, SamplingParams
 from flexfloor.world.costs import PROFILES
+from flexfloor.world.lengths.knowledge import make_lengths
 from flexfloor.world.status import FleetStatus
 
 
 def policy(name: str, knowledge: str = "none", workers: int = 4, min_workers: int = 1) -> Policy:
     return make_policy(
         name,
-        knowledge=knowledge,
+        lengths=make_lengths(knowledge),
         max_slowdown=0.02,
         min_workers=min_workers,
         workers=workers,
@@ -127,25 +130,112 @@ def test_static_grouped_keeps_siblings_together_also_when_they_come_later() -> N
 
 @pytest.mark.parametrize("name", ["static", "static-spread", "static-grouped", "planned"])
 def test_nobody_leaves(name: str) -> None:
-    assert policy(name).decide([], make_status({0: [live("a#0/0", 1)]}, pages=200)) is None
+    ours, requests = policy(name), requests_of([30] * 8)
+    ours.admit(requests, make_status(pages=200))
+    uneven = make_status({0: [live(n, 3) for n in names(requests)]}, pages=200, iteration=5, iteration_s=1.0)
+    plan = ours.decide([], uneven)
+    assert plan is None or plan.leaving == ()
+
+
+# -- binding -------------------------------------------------------------------------------------------------------
+
+
+def bind(
+    held: Sequence[tuple[int, int, int]],
+    new: Sequence[tuple[int, int]],
+    limit: Sequence[float],
+    max_batch: int = 64,
+    skips: int = 0,
+    force: bool = False,
+) -> list[int]:
+    """held: (tokens, left, worker); new: (tokens, left)."""
+    tokens, left, worker = (np.array([h[i] for h in held], dtype=float) for i in range(3))
+    new_tokens, new_left = (np.array([n[i] for n in new], dtype=float) for i in range(2))
+    homes = bind_least_peak(
+        tokens, left, worker.astype(np.int64), new_tokens, new_left, np.array(limit, float), max_batch, skips, force
+    )
+    return homes.tolist()
+
+
+def most_held(requests: Sequence[tuple[int, int]]) -> int:
+    """By going through all iterations: each request gains a token in every one and is gone after its last."""
+    ends = range(1, max((left for _, left in requests), default=0) + 1)
+    return max((sum(tokens + at for tokens, left in requests if left >= at) for at in ends), default=0)
+
+
+REQUEST = st.tuples(st.integers(0, 30), st.integers(1, 30))
+
+
+@given(held=st.lists(st.tuples(REQUEST, st.integers(0, 2)), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_a_workers_peak_is_the_most_tokens_that_its_requests_hold_at_once(held: list) -> None:
+    tokens, left = (np.array([r[i] for r, _ in held], dtype=float) for i in range(2))
+    found = peaks_of(tokens, left, np.array([w for _, w in held], dtype=np.int64), 3)
+    assert found.tolist() == [most_held([r for r, w in held if w == worker]) for worker in range(3)]
+
+
+def test_requests_go_where_the_forecast_peak_leaves_the_most_room() -> None:
+    # Peaks of 45 and 25 of 100 each. 10 + 20: the second one holds (5 + 10) + 2·20 = 55 then, and the next one, of
+    # 1 + 5, goes to the first: (40 + 1) + 2·5 = 51 there.
+    held = [(40, 5, 0), (5, 20, 1)]
+    assert bind(held, [(10, 20), (1, 5)], [100, 100]) == [1, 0]
+    assert bind([], [(1, 1)] * 5, [50, 50, 50]) == [0, 1, 2, 0, 1], "the first of those with as much room"
+    assert bind([], [(1, 1)] * 4, [50, 500]) == [1] * 4, "room counts, not load"
+
+
+def test_what_does_not_fit_waits_and_a_few_may_pass_it() -> None:
+    held, new = [(10, 10, 0)], [(5, 30), (1, 2), (2, 40), (1, 1)]
+    assert bind(held, new, [30]) == [-1] * 4
+    assert bind(held, new, [30], skips=1) == [-1, 0, -1, -1]
+    assert bind(held, new, [30], skips=2) == [-1, 0, -1, 0]
+    assert bind(held, new, [30], force=True) == [0] * 4
+    assert bind([], new[2:3], [30]) == [0], "alone it runs whatever it takes"
+    assert bind(held, [(1, 1)] * 3, [99], max_batch=2) == [0, -1, -1]
+
+
+@given(
+    held=st.lists(st.tuples(REQUEST, st.integers(0, 2)), max_size=8),
+    new=st.lists(REQUEST, max_size=12),
+    limit=st.integers(0, 120),
+    skips=st.integers(0, 4),
+    max_batch=st.integers(1, 6),
+)
+@settings(max_examples=200, deadline=None)
+def test_binding_never_goes_beyond_memory_or_batch(
+    held: list, new: list, limit: int, skips: int, max_batch: int
+) -> None:
+    homes = bind([(*r, w) for r, w in held], new, [limit] * 3, max_batch, skips)
+    passed = 0
+    for worker in range(3):
+        before = [r for r, w in held if w == worker]
+        own = [r for r, home in zip(new, homes, strict=True) if home == worker]
+        assert not own or len(before) + len(own) <= max_batch
+        assert not own or most_held([*before, *own]) <= limit or len(before) + len(own) == 1
+    bound = [i for i, home in enumerate(homes) if home >= 0]
+    passed = sum(home < 0 for home in homes[: max(bound, default=0)])
+    assert passed <= skips
+
+
+def test_the_largest_go_from_the_fullest_worker_to_the_emptiest() -> None:
+    def homes(tokens: Sequence[float], worker: Sequence[int], movable: Sequence[bool] = (), **options: float) -> list:
+        limit, most = np.full(2, options.get("limit", 1000.0)), int(options.get("max_batch", 64))
+        can = np.array(movable or [True] * len(tokens))
+        return even_out(np.array(tokens, float), np.array(worker, dtype=np.int64), can, limit, most, 0.1).tolist()
+
+    assert homes([50, 40, 30, 10], [0, 0, 0, 1]) == [1, 0, 0, 1]
+    assert homes([50, 40, 30, 10], [0, 0, 0, 1], [False, True, True, True]) == [0, 1, 0, 1]
+    assert homes([50, 40, 30, 10], [0, 0, 0, 1], limit=45) == [0, 0, 1, 1], "no more than memory holds"
+    assert homes([50, 40, 30, 10], [0, 0, 0, 1], max_batch=1) == [0, 0, 0, 1]
+    assert homes([120, 10], [0, 1]) == [0, 1], "a request alone stays"
+    assert homes([51, 50], [0, 1]) == [0, 1]
 
 
 # -- planned -------------------------------------------------------------------------------------------------------
 
 
-def test_planned_takes_the_longest_first_to_where_least_is_expected() -> None:
-    requests = requests_of([4, 40, 12, 30, 8, 20])
-    bound = policy("planned", "oracle", workers=2).admit(requests, make_status(workers=2, pages=60))
-    # By length and prompt: 41 | 31, 21 to the 31, 13 to the 41, 9 to the 52 and 5 to the 54.
-    assert bound == {0: ["p1#0/0", "p2#0/0", "p0#0/0"], 1: ["p3#0/0", "p5#0/0", "p4#0/0"]}
-
-
-def test_requests_wait_for_their_pages_and_are_bound_when_they_are_free() -> None:
-    ours, requests = (
-        policy("planned", "oracle", workers=1),
-        requests_of([39, 39, 15]),
-    )
-    empty = make_status(workers=1, pages=19)  # they end with 10, 10 and 4 pages
+def test_requests_wait_for_their_memory_and_are_bound_when_it_is_free() -> None:
+    ours, requests = policy("planned", "oracle", workers=1), requests_of([39, 39, 15])
+    empty = make_status(workers=1, pages=19, longest=40)  # they end with 10, 10 and 4 pages
     assert ours.admit(requests, empty) == {0: ["p0#0/0", "p2#0/0"]}
     busy = with_requests(empty, {0: [live("p0#0/0", 1), live("p2#0/0", 1)]})
     assert ours.admit(requests[1:2], busy) == {}
@@ -157,14 +247,12 @@ def test_a_worker_with_nothing_live_takes_a_request_whatever_it_asks_for() -> No
     assert ours.admit(requests[:1], make_status(workers=2)) == {0: ["p0#0/0"]}
     status = make_status({0: [live("p0#0/0", 1)]}, workers=2)
     assert ours.admit(requests[1:], status) == {1: ["p1#0/0"]}
-    both = make_status({0: [live("p0#0/0", 1)], 1: [live("p1#0/0", 1)]}, workers=2)
-    assert ours.admit(requests_of([8, 8, 10**6], forced=False)[2:], both) == {}
 
 
 def test_no_more_requests_are_bound_than_a_batch_holds() -> None:
-    requests = requests_of([2] * 9)
-    bound = policy("planned", "oracle").admit(requests, make_status(pages=500, max_batch=2))
-    assert [len(own) for own in bound.values()] == [2, 2, 2, 2]
+    for name in ("planned", "release", "flexfloor"):
+        bound = policy(name, "oracle").admit(requests_of([2] * 9), make_status(pages=500, max_batch=2))
+        assert [len(own) for own in bound.values()] == [2, 2, 2, 2], name
 
 
 def run(ours: Policy, fleet: PaperFleet, requests: Sequence[Request], chunk: int = 4) -> list[int]:
@@ -174,17 +262,25 @@ def run(ours: Policy, fleet: PaperFleet, requests: Sequence[Request], chunk: int
     for _ in range(3000):
         if not queue and not fleet.status().live:
             break
-        bound = ours.admit(queue, fleet.status())
+        if plan := ours.decide(queue, fleet.status()):
+            assert fleet.apply(plan).failed is None
+        bound = ours.admit(queue, fleet.status()) if queue else {}
         fleet.assign(bound, by_id)
         taken = {n for own in bound.values() for n in own}
         queue = [r for r in queue if r.request_id not in taken]
-        if plan := ours.decide(queue, fleet.status()):
-            assert fleet.apply(plan).failed is None
+        known = set(fleet.finished)
         fleet.advance(chunk)
+        if observe := getattr(ours, "observe", None):
+            observe(progress_of({n: t for n, t in fleet.finished.items() if n not in known}))
         sizes.append(len(fleet.members))
     assert not queue
     assert {n: len(t) for n, t in fleet.finished.items()} == {n: r.sampling.max_tokens for n, r in by_id.items()}
     return sizes
+
+
+def progress_of(ended: dict[str, list[int]]) -> Progress:
+    none = np.zeros(0, np.float32)
+    return Progress(0, 0, 1, tuple(RequestProgress(n, 0, (), none, "length", 0, len(t)) for n, t in ended.items()))
 
 
 @settings(max_examples=40, deadline=None)
@@ -192,7 +288,7 @@ def run(ours: Policy, fleet: PaperFleet, requests: Sequence[Request], chunk: int
     lengths=st.lists(st.integers(1, 45), min_size=1, max_size=12),
     samples=st.integers(1, 3),
     pages=st.integers(13, 40),
-    name=st.sampled_from(["planned", "release", "flexfloor", "fixed:2"]),
+    name=st.sampled_from(["static-spread", "static-grouped", "planned", "release", "flexfloor", "fixed:2"]),
     knowledge=st.sampled_from(["oracle", "none"]),
 )
 def test_every_request_is_bound_and_ends_under_every_policy(
@@ -209,30 +305,10 @@ def test_a_long_request_is_not_starved_by_short_ones() -> None:
     assert "p40#0/0" in fleet.finished
     known = PaperFleet(2, pages=14)
     run(policy("planned", "oracle", workers=2), known, requests)
-    assert known.iteration <= fleet.iteration
     assert known.preemptions == 0, "known lengths were bound beyond the memory"
 
 
-# -- knowledge -----------------------------------------------------------------------------------------------------
-
-
-def test_the_oracle_wants_forced_lengths() -> None:
-    for params in (
-        SamplingParams(),
-        SamplingParams(ignore_eos=True, stop=("x",)),
-        SamplingParams(ignore_eos=True, stop_token_ids=(3,)),
-    ):
-        with pytest.raises(InputError, match="request p#0/0 may end by itself; give --force-lengths") as caught:
-            policy("planned", "oracle").admit([Request("p#0/0", "p", 0, (1,), params)], make_status())
-        assert "\n" not in str(caught.value)
-
-
-def test_forecasts_lie_between_what_is_there_and_the_limit() -> None:
-    request = requests_of([100])[0]
-    for generated in range(0, 101, 5):
-        none, forced = NoLengths(), ForcedLengths()
-        assert generated <= none.total(request, generated) <= none.high(request, generated) <= 100
-        assert forced.total(request, generated) == forced.high(request, generated) == 100
+# -- options -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,7 +321,6 @@ def test_forecasts_lie_between_what_is_there_and_the_limit() -> None:
         ({"name": "fixed:0"}, "policy 'fixed:0': the fleet has 4 workers"),
         ({"name": "fixed:5"}, "policy 'fixed:5': the fleet has 4 workers"),
         ({"name": "fixed:1", "min_workers": 2}, "policy 'fixed:1': min_workers is 2"),
-        ({"knowledge": "guess"}, "knowledge 'guess' is not known; there is none, oracle"),
         ({"min_workers": 0}, "min_workers is 0; the fleet has 4 workers"),
         ({"min_workers": 5}, "min_workers is 5; the fleet has 4 workers"),
         ({"max_slowdown": -0.1}, "max_slowdown is -0.1"),
@@ -254,9 +329,10 @@ def test_forecasts_lie_between_what_is_there_and_the_limit() -> None:
     ],
 )
 def test_bad_options_are_refused_in_one_line(change: dict, told: str) -> None:
-    options = {"name": "flexfloor", "knowledge": "none", "max_slowdown": 0.02, "min_workers": 1} | change
+    options = {"name": "flexfloor", "max_slowdown": 0.02, "min_workers": 1} | change
+    lengths = make_lengths("none")
     with pytest.raises(InputError, match=told) as caught:
-        make_policy(options.pop("name"), workers=4, profile=PROFILES["h200"], **options)
+        make_policy(options.pop("name"), lengths=lengths, workers=4, profile=PROFILES["h200"], **options)
     assert "\n" not in str(caught.value)
 
 
