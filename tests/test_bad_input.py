@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import psutil
 import pytest
 
 from flexfloor.cli import main
+from flexfloor.world.lengths.observations import Observations
+from flexfloor.world.lengths.store import LengthHistory
 
 
 @dataclass
@@ -81,6 +85,31 @@ def text_without_tokenizer(call: Call) -> None:
     call.prompts.write_text('{"prompt": "hello"}\n')
 
 
+def history(make: Callable[[Path], object]) -> Callable[[Call], object]:
+    def spoil(call: Call) -> None:
+        file = call.prompts.parent / "lengths.db"
+        make(file)
+        call.options["history"] = str(file)
+
+    return spoil
+
+
+def of_another_application(file: Path) -> None:
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("CREATE TABLE responses (x)")
+        db.commit()
+
+
+def truncated_history(file: Path) -> None:
+    one_epoch(file)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def one_epoch(file: Path) -> None:
+    with LengthHistory(file) as made:
+        made.observe_lengths(Observations.from_lengths(["a"], [0] * 9, range(1, 10), max_tokens=20))
+
+
 CASES: dict[str, tuple[Callable[[Call], object], str]] = {
     "unknown model type": (lambda c: c.edit_config(model_type="nonesuch"), "model_type 'nonesuch' is not supported"),
     "wrong expert count": (lambda c: c.edit_config(num_local_experts=17), "incomplete checkpoint"),
@@ -106,6 +135,45 @@ CASES: dict[str, tuple[Callable[[Call], object], str]] = {
     "budget below the floor": (given(worker_memory="32MiB"), "worker_memory 32.0 MiB is too small"),
     "unknown policy": (given(policy="best"), "policy 'best' is not known; there is static"),
     "unknown profile": (given(profile="b300"), "profile 'b300' is not known; there is h200, h800, slow"),
+    "no history to plan by": (
+        given(policy="planned", knowledge="history"),
+        "knowledge 'history' needs a length history; give --history",
+    ),
+    "no history to shuffle": (given(knowledge="shuffled"), "knowledge 'shuffled' needs a length history"),
+    "lengths that nobody forced": (
+        given(policy="flexfloor", knowledge="oracle"),
+        "knowledge 'oracle' needs forced lengths",
+    ),
+    "history that is text": (
+        history(lambda file: file.write_text("x" * 200)),
+        "lengths.db: is not a length history (no SQLite file); name another file",
+    ),
+    "history of another application": (
+        history(of_another_application),
+        "lengths.db: is not a length history (SQLite file of another application); name another file",
+    ),
+    "truncated history": (history(truncated_history), "lengths.db: history is damaged"),
+    "history that is a folder": (history(lambda file: file.mkdir()), "--history "),
+    "history in no folder": (
+        given(history="nowhere/lengths.db"),
+        "nowhere/lengths.db: the folder of the history does not exist; make it",
+    ),
+    "history that is the responses": (
+        lambda c: c.options.update(history=str(c.out)),
+        "--history and --out are the same file",
+    ),
+    "history that is the prompts": (
+        lambda c: c.options.update(history=str(c.prompts)),
+        "--history and --prompts are the same file",
+    ),
+    "new history and no prompts": (
+        lambda c: (prompt("")(c), c.options.update(history=str(c.prompts.parent / "new.db"))),
+        "holds no prompts; give at least one row",
+    ),
+    "profile that is no TOML": (
+        lambda c: (c.prompts.with_name("p.toml").write_text("x"), given(profile=str(c.prompts.with_name("p.toml")))(c)),
+        "p.toml",
+    ),
     "unknown launcher": (given(launcher="cloud"), "launcher 'cloud' is not known; there is local"),
 }
 
@@ -120,6 +188,7 @@ def test_refused_before_a_process_starts(
     def fork(*_: object, **__: object) -> None:
         pytest.fail("a process was started")
 
+    before = contents(call.prompts.parent)
     monkeypatch.setattr(subprocess, "Popen", fork)
     monkeypatch.setattr("multiprocessing.process.BaseProcess.start", fork)
     code = main([*call.arguments, "--quiet"])
@@ -128,7 +197,13 @@ def test_refused_before_a_process_starts(
     assert told in err
     assert err.startswith("flexfloor: error: ")
     assert err.count("\n") == 1
-    assert not call.out.parent.exists()
+    assert contents(call.prompts.parent) == before
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file below it but the model's, and every folder."""
+    found = (p for p in folder.rglob("*") if p.relative_to(folder).parts[0] != "model")
+    return {str(p): p.read_bytes() if p.is_file() else None for p in found}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +212,10 @@ def test_refused_before_a_process_starts(
 def test_a_stopped_rollout_leaves_no_process_and_no_responses(call: Call, signum: signal.Signals, code: int, word: str):
     call.edit_config(eos_token_id=None)
     (call.model / "generation_config.json").unlink(missing_ok=True)
-    call.options |= {"max-tokens": "2000", "samples": "64", "chunk": "4"}
+    call.options |= {"max-tokens": "2000", "samples": "64", "chunk": "4", "policy": "flexfloor"}
+    history(one_epoch)(call)
+    file = Path(call.options["history"])
+    learned = file.read_bytes()
     process = subprocess.Popen(
         [sys.executable, "-m", "flexfloor", *call.arguments],
         stdout=subprocess.PIPE,
@@ -165,3 +243,5 @@ def test_a_stopped_rollout_leaves_no_process_and_no_responses(call: Call, signum
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
     assert [p.name for p in call.out.parent.iterdir()] == ["ledger.jsonl"]
+    assert file.read_bytes() == learned
+    assert not list(file.parent.glob("lengths.db-*"))

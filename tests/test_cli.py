@@ -119,6 +119,11 @@ REFUSED_VALUES = {
     "prefill-tokens": ("0", "--prefill-tokens: "),
     "pace": ("0", "--pace: input should be greater than 0, got 0"),
     "chunk": ("0", "--chunk: "),
+    "knowledge": ("all", "--knowledge: input should be 'auto', 'none', 'history', 'shuffled' or 'oracle', got 'all'"),
+    "split": ("test", "--split: input should be 'train' or 'eval', got 'test'"),
+    "max-slowdown": ("-0.1", "--max-slowdown: "),
+    "min-workers": ("0", "--min-workers: "),
+    "profile": ("", "--profile: "),
 }
 
 
@@ -138,7 +143,8 @@ def test_values_out_of_range_name_the_option(capsys: pytest.CaptureFixture[str],
 def test_config_file_gives_what_the_command_line_does_not(tmp_path: Path):
     config = tmp_path / "rollout.toml"
     config.write_text(
-        'model = "m"\nprompts = "p"\nout = "o"\nworkers = 3\nseed = 5\n'
+        'model = "m"\nprompts = "p"\nout = "o"\nworkers = 3\nseed = 5\nhistory = "h.db"\nknowledge = "shuffled"\n'
+        'split = "eval"\nprofile = "h800"\n'
         '[engine]\nworker_memory = "1GiB"\n[sampling]\nstop = ["a", "b"]\ntemperature = 0\n'
     )
     settings = load_settings(config, {"workers": 4, "out": Path("here")})
@@ -146,6 +152,8 @@ def test_config_file_gives_what_the_command_line_does_not(tmp_path: Path):
     assert settings.engine.worker_memory == 2**30
     assert (settings.sampling.stop, settings.sampling.temperature, settings.sampling.seed) == (("a", "b"), 0, 5)
     assert settings.chunk == RolloutSettings.model_fields["chunk"].default
+    assert (settings.history, settings.knowledge, settings.split) == (Path("h.db"), "shuffled", "eval")
+    assert settings.engine.resolved_profile == "h800"
 
 
 @pytest.mark.parametrize(
