@@ -1,4 +1,7 @@
-"""Which worker takes which request: compiled loops over arrays, the same for every caller and fleet size."""
+"""Which worker takes which request: compiled loops over arrays, the same for every caller and fleet size.
+
+Compiled for these types when the module is loaded (or taken from the cache): no rollout waits for a compiler.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy as np
 from flexfloor.world.jit import numba
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("f8(f8[::1], f8[::1], i8)", cache=True, error_model="numpy")
 def _peak(tokens, left, count):
     """Most tokens that requests hold together from now on; sorted by `left`, the shortest first. Each gains one an
     iteration and gives all back at its end: the most are held just before one ends."""
@@ -18,7 +21,7 @@ def _peak(tokens, left, count):
     return most
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("i8(f8[::1], f8[::1], i8, f8, f8)", cache=True, error_model="numpy")
 def _insert(tokens, left, count, new_tokens, new_left):
     at = count
     while at > 0 and left[at - 1] > new_left:
@@ -28,13 +31,13 @@ def _insert(tokens, left, count, new_tokens, new_left):
     return at
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("void(f8[::1], f8[::1], i8, i8)", cache=True, error_model="numpy")
 def _take_out(tokens, left, count, at):
     for i in range(at, count - 1):
         tokens[i], left[i] = tokens[i + 1], left[i + 1]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("void(f8[:, ::1], f8[:, ::1], i8[::1], f8[::1], f8[::1], i8[::1])", cache=True, error_model="numpy")
 def _fill(tokens, left, counts, held_tokens, held_left, held_worker):
     order = np.argsort(held_left)
     for i in order:
@@ -43,7 +46,7 @@ def _fill(tokens, left, counts, held_tokens, held_left, held_worker):
         counts[w] += 1
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("i8[::1](f8[::1], f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8, i8, b1)", cache=True, error_model="numpy")
 def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, limit, max_batch, skips, force):
     """Home of each new request, in their order: the worker whose forecast peak leaves the most of its limit.
 
@@ -89,7 +92,7 @@ def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, l
     return homes
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("f8[::1](f8[::1], f8[::1], i8[::1], i8)", cache=True, error_model="numpy")
 def peaks_of(held_tokens, held_left, held_worker, workers):
     """Forecast peak of each worker, float64 [workers]; arguments as in `bind_least_peak`."""
     counts = np.zeros(workers, dtype=np.int64)
@@ -105,7 +108,7 @@ def peaks_of(held_tokens, held_left, held_worker, workers):
     return found
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("i8[::1](f8[::1], i8[::1], b1[::1], f8[::1], i8, f8)", cache=True, error_model="numpy")
 def even_out(tokens, worker, movable, limit, max_batch, tolerance):
     """New home of each request so that no worker holds much more than the others: int64 [n].
 

@@ -197,7 +197,7 @@ class FlexFloorPolicy(PlannedPolicy):
 
     def _pooled_s(self, workers: int, live: int, tokens: float, status: FleetStatus) -> float:
         """An iteration of so many requests that hold `tokens` tokens, spread evenly."""
-        batch, kv = busiest(workers, float(live), tokens)
+        batch, kv = busiest(workers, live, tokens, False)
         return float(self.cost(status).seconds(workers, batch, live, kv))
 
     def _homes(self, members: Sequence[int], status: FleetStatus) -> dict[str, int] | None:

@@ -127,8 +127,9 @@ def group_sizes(most: int) -> list[int]:
     return sorted(set(range(1, min(most, 16) + 1)) | {-(-most * k // 16) for k in range(1, 17)})
 
 
-@numba.njit(cache=True, error_model="numpy")
-def busiest(workers, live, kv, perfect=False):
+# Compiled for these types when the module is loaded (or taken from the cache): no rollout waits for a compiler.
+@numba.njit("Tuple((f8, f8))(f8, f8, f8, b1)", cache=True, error_model="numpy")
+def busiest(workers, live, kv, perfect):
     """(requests, KV tokens) of the busiest worker, when requests are spread as evenly as they can be: whole requests,
     of unlike KV, so that the remainder counts by half; a little is never evened out. perfect: KV is the same on all."""
     if live <= workers:
@@ -137,14 +138,14 @@ def busiest(workers, live, kv, perfect=False):
     return per, kv / workers * (1.0 if perfect else 1 + _UNEVEN + 0.5 * (per * workers / live - 1))
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("f8(f8[::1], f8[:, ::1], f8, f8, f8, b1)", cache=True, error_model="numpy")
 def _seconds(c, latency, workers, live, kv, perfect):
     """One iteration of a pooled batch without prefill. live, kv: on average in all."""
     per, kv_max = busiest(workers, live, kv, perfect)
     return seconds_core(c, latency, float(workers), per, live, kv_max, 0.0, 0.0, per)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit("f8(f8[::1], f8, f8, f8)", cache=True, error_model="numpy")
 def _stall(moves, before, after, kv):
     """Seconds of a change of the group: what each worker that stays takes in, experts and KV."""
     if moves[0] == 0.0 and moves[1] == 0.0:
@@ -152,7 +153,12 @@ def _stall(moves, before, after, kv):
     return moves[0] + moves[1] * (1 / after - 1 / before) + moves[2] * kv / after * (1 - after / before)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(
+    "Tuple((f8, f8, i8, f8))(f8[::1], f8[:, ::1], i8[::1], f8[::1], i8, f8[::1], f8[::1], f8[::1], f8[::1], f8[::1],"
+    " f8[::1], f8, f8, f8, f8, f8)",
+    cache=True,
+    error_model="numpy",
+)
 def _roll(
     c, latency, sizes, caps, index, moves, kv, left, wait_kv, wait_left, wait_prefill, price, hold, max_batch, budget, w
 ):
