@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import epochs
 import pytest
 
 import flexfloor
 from flexfloor.cli import main
-from flexfloor.errors import FlexFloorError, InputError
+from flexfloor.errors import InputError
 from flexfloor.ledger.events import read_ledger
 from flexfloor.lengths_file import force_lengths
 from flexfloor.world.lengths.observations import Observations
@@ -283,15 +284,28 @@ def test_a_command_of_its_own_split(command: list[str], file: Path, tmp_path: Pa
     assert "50.0%" in next(line for line in capsys.readouterr().out.splitlines() if "of evaluations" in line)
 
 
-def test_a_history_that_stays_busy_costs_the_command_its_exit_code_only(
+def test_a_history_that_fails_at_the_end_costs_the_command_its_exit_code_only(
     command: list[str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def busy(*_: Any, **__: Any) -> None:
-        raise FlexFloorError("lengths.db: another process has been writing the history for 30 s; try again")
+    def full(*_: Any, **__: Any) -> None:
+        raise InputError("lengths.db: history cannot be used (database or disk is full)")
 
-    monkeypatch.setattr("flexfloor.cli.rollout.remember", busy)
+    monkeypatch.setattr("flexfloor.cli.rollout.remember", full)
     out = tmp_path / "out" / "r.jsonl"
     assert main(["rollout", *command, "--out", str(out), "--quiet"]) == 1
-    assert capsys.readouterr().err.endswith("another process has been writing the history for 30 s; try again\n")
+    assert capsys.readouterr().err.endswith("(database or disk is full); the history lacks this rollout\n")
     assert len(out.read_text().splitlines()) == 12
     assert (out.parent / "summary.json").exists()
+
+
+def test_the_example_with_epochs_of_its_own(
+    file: Path, tmp_path: Path, checkpoint: Callable, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt_tokens": [{i}, 9]}}\n' for i in range(5, 9)))
+    paths = {"--model": checkpoint("tiny"), "--prompts": tmp_path / "p.jsonl", "--history": file}
+    given = [str(part) for pair in paths.items() for part in pair]
+    assert epochs.main([*given, "--epochs", "2", "--samples", "2", "--max-tokens", "20"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("; nothing was known")
+    assert "pinball loss of the forecasts" in second
+    assert count(file) == (2, 16)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
-from flexfloor.errors import InputError
+from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
 from flexfloor.settings import RolloutSettings, RunSettings
@@ -90,9 +90,13 @@ def rollout_arguments(settings: RunSettings, observed: Observations | None) -> d
 
 def add_to_history(settings: RunSettings, work: Work, responses: Sequence[Response]) -> None:
     """The lengths of one rollout, where there is a history. Raises FlexFloorError."""
-    if settings.history is not None:
+    if settings.history is None:
+        return
+    try:
         # Workers have read the weights once, from the checkpoint.
         remember(settings.history, work.requests, responses, split=settings.split, policy_version=0)
+    except FlexFloorError as error:
+        raise FlexFloorError(f"{error}; the history lacks this rollout") from None
 
 
 @dataclass(frozen=True)
