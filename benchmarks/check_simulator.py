@@ -1,0 +1,145 @@
+"""Is the simulator right? Real runs on this machine against simulated ones, after calibrating on other real runs.
+
+    make bench-simulator
+
+Runs on the tiny model with 1 to 4 workers give a profile (`flexfloor calibrate`); further runs, with other lengths and
+every policy, are then simulated on it: wall time and occupied worker-time should be within 15%, and the iterations of
+policies whose decisions do not depend on time the same. Lengths are forced and known, so that decisions can be alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from workload import bench_model, token_prompts
+
+import flexfloor
+from flexfloor.fleets.simulation import SimulatedFleet
+from flexfloor.ledger.accounting import Summary
+from flexfloor.world.calibrate import calibrate, read_run
+from flexfloor.world.profiles import PROFILES, DeviceProfile
+
+POLICIES = ("static", "static-grouped", "planned", "release", "flexfloor", "fixed:1")
+SAME_ITERATIONS = ("static", "static-grouped")  # nothing is decided by time
+WITHIN = 0.15
+OPTIONS = {"worker_memory": "96MiB", "prefill_tokens": 128, "max_batch": 64}
+
+
+@dataclass(frozen=True)
+class Pair:
+    workers: int
+    policy: str
+    real: Summary
+    simulated: Summary
+
+    @property
+    def wall(self) -> float:
+        return self.simulated.wall_s / self.real.wall_s
+
+    @property
+    def occupied(self) -> float:
+        return self.simulated.occupied_worker_s / self.real.occupied_worker_s
+
+    @property
+    def is_right(self) -> bool:
+        near = all(abs(ratio - 1) <= WITHIN for ratio in (self.wall, self.occupied))
+        return near and (self.policy not in SAME_ITERATIONS or self.real.iterations == self.simulated.iterations)
+
+
+def make_requests(count: int, seed: int) -> list[flexfloor.Request]:
+    """Four samples a prompt; lengths are lognormal, those of a prompt alike."""
+    rng = np.random.default_rng(seed)
+    prompts = [
+        flexfloor.Prompt(tuple(tokens), key=f"{seed}-{i}")
+        for i, tokens in enumerate(token_prompts(count // 4, int(rng.integers(8, 40)), 500, seed))
+    ]
+    centers = np.repeat(rng.normal(4.0, 0.7, count // 4), 4)
+    lengths = np.clip(np.exp(centers + rng.normal(0, 0.3, count)), 4, 400).astype(int)
+    requests = flexfloor.make_requests(prompts, samples=4)
+    return [
+        replace(r, sampling=replace(r.sampling, max_tokens=int(n), ignore_eos=True))
+        for r, n in zip(requests, lengths, strict=True)
+    ]
+
+
+def run_real(
+    fleet: flexfloor.Fleet, requests: Sequence[flexfloor.Request], policy: str, profile: DeviceProfile, ledger: Path
+) -> Summary:
+    return flexfloor.rollout(fleet, requests, policy=policy, knowledge="oracle", profile=profile, ledger=ledger).summary
+
+
+def run_simulated(
+    fleet: flexfloor.Fleet, requests: Sequence[flexfloor.Request], policy: str, profile: DeviceProfile
+) -> Summary:
+    """The same on a fleet in virtual time, with as much memory."""
+    status = fleet.status()
+    memory = status.workers[0].arena_bytes + status.model.dense_bytes + profile.reserve_bytes
+    simulated = SimulatedFleet(
+        status.model,
+        profile,
+        len(status.workers),
+        memory_bytes=memory,
+        max_batch=status.max_batch,
+        prefill_tokens=status.prefill_tokens,
+        page_tokens=status.page_tokens,
+    )
+    return flexfloor.rollout(simulated, requests, policy=policy, knowledge="oracle", profile=profile).summary
+
+
+def run_pairs(sizes: Sequence[int], count: int, model: Path, folder: Path) -> Iterator[Pair]:
+    fleets = {}
+    try:
+        for workers in sizes:
+            fleets[workers] = flexfloor.Fleet.launch(model, workers=workers, **OPTIONS)
+        ledgers = []
+        for workers, fleet in fleets.items():
+            for seed in (1, 2):
+                for policy in ("static", "release"):
+                    ledgers.append(folder / f"{workers}-{policy}-{seed}.jsonl")
+                    run_real(fleet, make_requests(count, seed), policy, PROFILES["cpu"], ledgers[-1])
+                    print(f"calibration: {ledgers[-1].stem}", file=sys.stderr, flush=True)
+        found = calibrate([read_run(path) for path in ledgers], PROFILES["cpu"], len(os.sched_getaffinity(0)))
+        for workers, fleet in fleets.items():
+            requests = make_requests(count, 3)
+            for policy in POLICIES:
+                real = run_real(fleet, requests, policy, found.profile, folder / "other.jsonl")
+                print(f"compared: {workers} workers, {policy}", file=sys.stderr, flush=True)
+                yield Pair(workers, policy, real, run_simulated(fleet, requests, policy, found.profile))
+    finally:
+        for fleet in fleets.values():
+            fleet.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", default="1,2,3,4")
+    parser.add_argument("--requests", type=int, default=96)
+    arguments = parser.parse_args()
+    sizes = [int(part) for part in arguments.workers.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = list(run_pairs(sizes, arguments.requests, bench_model("tiny"), Path(folder)))
+    table = Table(
+        "workers", "policy", "iterations", "simulated", "wall", "simulated/real", "occupied", "simulated/real", ""
+    )
+    for pair in pairs:
+        real = pair.real
+        table.add_row(
+            str(pair.workers), pair.policy, str(real.iterations), str(pair.simulated.iterations),
+            f"{real.wall_s:.2f} s", f"{pair.wall:.3f}", f"{real.occupied_worker_s:.2f} s", f"{pair.occupied:.3f}",
+            "" if pair.is_right else "off",
+        )  # fmt: skip
+    Console(width=120).print(table)
+    return 0 if all(pair.is_right for pair in pairs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
