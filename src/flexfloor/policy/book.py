@@ -36,8 +36,8 @@ class Live:
 class Book:
     """Rows number requests in the order of their arrival.
 
-    prompt, total: int64 [rows]; total is the length of a response that has ended, -1 before. waiting: rows that are not
-    bound, in order of arrival.
+    prompt, most, total: int64 [rows]; most is the limit of a response, total the length of one that has ended, -1
+    before. waiting: rows that are not bound, in order of arrival.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -45,6 +45,7 @@ class Book:
         self.requests: list[Request] = []
         self.waiting: list[int] = []
         self.prompt = np.zeros(0, dtype=np.int64)
+        self.most = np.zeros(0, dtype=np.int64)
         self.total = np.zeros(0, dtype=np.int64)
         self.siblings = 1.0  # requests of a prompt, on average
         self._rows: dict[str, int] = {}
@@ -61,6 +62,7 @@ class Book:
         self._rows |= {r.request_id: first + i for i, r in enumerate(fresh)}
         tokens = np.array([len(r.prompt_tokens) for r in fresh], dtype=np.int64)
         self.prompt = np.concatenate([self.prompt, tokens])
+        self.most = np.concatenate([self.most, np.array([r.sampling.max_tokens for r in fresh], dtype=np.int64)])
         self.total = np.concatenate([self.total, np.full(len(fresh), -1)])
         prompts = [r.request_id.rpartition("/")[0] for r in fresh]
         siblings = np.unique(prompts, return_counts=True)[1]
@@ -94,7 +96,7 @@ class Book:
     def expected(self, rows: np.ndarray) -> np.ndarray:
         """Mean length of responses that have not begun, by the forecast: float64 [n]."""
         none = np.zeros(len(rows), dtype=np.int64)
-        return np.mean([self.lengths.remaining(rows, none, level) for level in _LEVELS], axis=0)
+        return np.mean([self._remaining(rows, none, level) for level in _LEVELS], axis=0)
 
     def left(self, rows: np.ndarray, generated: np.ndarray, shift: float = 0.0, reserve: float = 0.0) -> np.ndarray:
         """A draw of the tokens that each still generates: float64 [n].
@@ -103,4 +105,10 @@ class Book:
         another `shift` makes another draw. reserve: share by which levels are raised towards the longest.
         """
         level = np.modf((rows + 1) * _GOLDEN + shift)[0]
-        return self.lengths.remaining(rows, generated, level + (1 - level) * reserve)
+        return self._remaining(rows, generated, level + (1 - level) * reserve)
+
+    def _remaining(self, rows: np.ndarray, generated: np.ndarray, level: np.ndarray | float) -> np.ndarray:
+        """The forecast within what is possible, whatever it says; the limit where it is no number."""
+        found = np.asarray(self.lengths.remaining(rows, generated, level), dtype=np.float64)
+        most = np.maximum(self.most[rows] - generated, 1.0)
+        return np.clip(np.where(np.isnan(found), most, found), 1.0, most)
