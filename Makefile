@@ -29,7 +29,7 @@ install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --qu
 FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
   test_prompts.py test_resize.py test_weights.py)
 
-.PHONY: help setup demo demo-real test test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates lint clean
+.PHONY: help setup demo demo-real test test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates bench-simulator lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -92,6 +92,10 @@ bench-elastic: setup  ## what releasing workers saves: all policies side by side
 # TRACE=FILE.csv: a trace with the dapo workload; without it the rows that need one are left out.
 bench-gates: setup  ## simulated: what releasing workers must be worth, wanted and reached (hours; TRACE=FILE.csv)
 	$(BIN)/python benchmarks/gates.py $(if $(TRACE),--trace $(TRACE))
+
+bench-simulator: setup  ## simulated against real and against emulated runs on this machine (an idle one)
+	$(BIN)/python benchmarks/check_simulator.py
+	$(BIN)/python benchmarks/check_simulator.py --emulate 8
 
 bench-real: $(SMOLLM2)/config.json  ## real text: against stock transformers, rightness and speed (12 GB memory)
 	$(BIN)/python benchmarks/bench_real.py --model $(SMOLLM2)

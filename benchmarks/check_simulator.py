@@ -1,10 +1,13 @@
 """Is the simulator right? Real runs on this machine against simulated ones, after calibrating on other real runs.
 
     make bench-simulator
+    python benchmarks/check_simulator.py --emulate 8        # workers paced as H200s that run Qwen3-30B-A3B
 
 Runs on the tiny model with 1 to 4 workers give a profile (`flexfloor calibrate`); further runs, with other lengths and
 every policy, are then simulated on it: wall time and occupied worker-time should be within 15%, and the iterations of
 policies whose decisions do not depend on time the same. Lengths are forced and known, so that decisions can be alike.
+With --emulate, tokens per occupied (emulated) second of a paced fleet should be within 10% of what is simulated for it,
+with resizes that take what they take here.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from workload import bench_model, token_prompts
 import flexfloor
 from flexfloor.fleets.simulation import SimulatedFleet
 from flexfloor.ledger.accounting import Summary
+from flexfloor.progress import ModelShape
 from flexfloor.world.calibrate import calibrate, read_run
+from flexfloor.world.model_config import shape_from_config
 from flexfloor.world.profiles import PROFILES, DeviceProfile
 
 POLICIES = ("static", "static-grouped", "planned", "release", "flexfloor", "fixed:1")
 SAME_ITERATIONS = ("static", "static-grouped")  # nothing is decided by time
 WITHIN = 0.15
+EMULATED, EMULATED_WITHIN = "qwen3-30b-a3b", 0.1
 OPTIONS = {"worker_memory": "96MiB", "prefill_tokens": 128, "max_batch": 64}
 
 
@@ -78,7 +84,11 @@ def run_real(
 
 
 def run_simulated(
-    fleet: flexfloor.Fleet, requests: Sequence[flexfloor.Request], policy: str, profile: DeviceProfile
+    fleet: flexfloor.Fleet,
+    requests: Sequence[flexfloor.Request],
+    policy: str,
+    profile: DeviceProfile,
+    timed_as: ModelShape | None = None,
 ) -> Summary:
     """The same on a fleet in virtual time, with as much memory."""
     status = fleet.status()
@@ -91,6 +101,7 @@ def run_simulated(
         max_batch=status.max_batch,
         prefill_tokens=status.prefill_tokens,
         page_tokens=status.page_tokens,
+        timed_as=timed_as,
     )
     return flexfloor.rollout(simulated, requests, policy=policy, knowledge="oracle", profile=profile).summary
 
@@ -119,11 +130,41 @@ def run_pairs(sizes: Sequence[int], count: int, model: Path, folder: Path) -> It
             fleet.close()
 
 
+def emulate(workers: int, count: int, pace: float) -> int:
+    """A paced fleet against its simulation; 1 where they differ by more than a tenth."""
+    target, h200 = shape_from_config(EMULATED), PROFILES["h200"]
+    model, requests = bench_model("tiny"), make_requests(count, 4)
+    table = Table("policy", "iterations", "simulated", "tokens/occupied s, emulated", "simulated/emulated", "overran")
+    code = 0
+    with flexfloor.Fleet.launch(model, workers=workers, pace=pace, pace_model=EMULATED, **OPTIONS) as fleet:
+        here = fleet.status().move_costs
+        profile = replace(
+            h200, switch_s=here.switch_s / pace, pause_s=here.pause_s / pace, move_bytes_per_s=here.bytes_per_s * pace
+        )
+        for policy in POLICIES:
+            real = flexfloor.rollout(fleet, requests, policy=policy, knowledge="oracle", profile=h200).summary
+            simulated = run_simulated(fleet, requests, policy, profile, target)
+            assert real.emulated is not None
+            ratio = simulated.tokens_per_occupied_s / real.emulated["tokens_per_occupied_s"]
+            code |= abs(ratio - 1) > EMULATED_WITHIN or not real.pace_valid
+            table.add_row(
+                policy, str(real.iterations), str(simulated.iterations),
+                f"{real.emulated['tokens_per_occupied_s']:.1f}", f"{ratio:.3f}", f"{real.paced_overrun_share:.1%}",
+            )  # fmt: skip
+            print(f"compared: {policy}", file=sys.stderr, flush=True)
+    Console(width=120).print(table)
+    return code
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="1,2,3,4")
     parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--emulate", type=int, metavar="N", help="so many paced workers, instead")
+    parser.add_argument("--pace", type=float, default=12.0, help="of --emulate: seconds here for one of the device")
     arguments = parser.parse_args()
+    if arguments.emulate:
+        return emulate(arguments.emulate, arguments.requests, arguments.pace)
     sizes = [int(part) for part in arguments.workers.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         pairs = list(run_pairs(sizes, arguments.requests, bench_model("tiny"), Path(folder)))

@@ -88,6 +88,12 @@ class EngineSettings(Settings):
         allow_inf_nan=False,
         description="every iteration lasts at least this many times what it takes on the device of --profile",
     )
+    pace_model: str | None = Field(
+        None,
+        min_length=1,
+        description="model whose iterations --pace emulates: a preset like qwen3-30b-a3b, or a config.json; "
+        "if not given, the one that runs",
+    )
     profile: str | None = Field(
         None,
         min_length=1,

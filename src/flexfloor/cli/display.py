@@ -134,6 +134,11 @@ def _totals(summary: Summary) -> Table:
         rows["regrow"] = f"{summary.regrow_s:.2f} s"
     if summary.pace is not None:
         valid = "" if summary.pace_valid else ", not valid"
+        if summary.emulated is not None:
+            rows["emulated"] = (
+                f"{summary.emulated['wall_s']:.3g} s, {summary.emulated['throughput_tok_s']:.4g} tok/s, "
+                f"{summary.emulated['tokens_per_occupied_s']:.4g} tokens per occupied s"
+            )
         rows["pace"] = f"{summary.pace:g} x {summary.profile} ({summary.paced_overrun_share:.1%} overran{valid})"
     for name, value in rows.items():
         table.add_row(name, value)

@@ -37,6 +37,7 @@ _METAVARS = {
     "worker_timeout": "SECONDS",
     "launcher": "NAME",
     "pace": "SCALE",
+    "pace_model": "NAME|FILE",
     "profile": "NAME|FILE",
 }
 _METAVARS_BY_TYPE: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}

@@ -8,6 +8,7 @@ post_finish(w) the part of it after the last live request of w ended or left:
     tokens_per_occupied_s              = response_tokens / O
     tokens_per_occupied_s_with_regrow  = response_tokens / (O + W · regrow_s)
     post_finish_share                  = Σ_w post_finish(w) / O
+    emulated                           = the same by seconds of the device that the pace emulates: seconds / pace
     paced_overrun_share                = iterations in which any worker overran / iterations
     stall_s                            = Σ (t1 − t0) over all resizes, failed ones too
     moved_bytes                        = bytes of experts and KV over all resizes that were carried out
@@ -97,6 +98,7 @@ class Summary:
     profile: str | None
     paced_overrun_share: float | None  # None without pace, like the two above and the one below
     pace_valid: bool | None
+    emulated: dict[str, float] | None  # seconds of the profile's device, and rates by them; None without pace
 
     def to_json(self) -> dict[str, Any]:
         """The summary as the object of `summary.json`."""
@@ -271,4 +273,13 @@ def summarize(records: Sequence[Record]) -> Summary:
         profile=fleet.get("profile"),
         paced_overrun_share=overrun_share,
         pace_valid=None if overrun_share is None else overrun_share <= MOST_OVERRUNS,
+        emulated=None
+        if pace is None
+        else {
+            "wall_s": wall_s / pace,
+            "occupied_worker_s": total_s / pace,
+            "throughput_tok_s": _ratio(response_tokens, wall_s / pace),
+            "tokens_per_occupied_s": _ratio(response_tokens, total_s / pace),
+            "tokens_per_occupied_s_with_regrow": _ratio(response_tokens, (total_s + workers * regrow_s) / pace),
+        },
     )

@@ -46,7 +46,9 @@ def _fill(tokens, left, counts, held_tokens, held_left, held_worker):
         counts[w] += 1
 
 
-@numba.njit("i8[::1](f8[::1], f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8, i8, b1)", cache=True, error_model="numpy")
+@numba.njit(
+    "i8[::1](f8[::1], f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8, i8, b1)", cache=True, error_model="numpy"
+)
 def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, limit, max_batch, skips, force):
     """Home of each new request, in their order: the worker whose forecast peak leaves the most of its limit.
 

@@ -36,8 +36,9 @@ class Live:
 class Book:
     """Rows number requests in the order of their arrival.
 
-    prompt, most, total: int64 [rows]; most is the limit of a response, total the length of one that has ended, -1
-    before. waiting: rows that are not bound, in order of arrival.
+    prompt, most, total: int64 [rows]; most is the limit of a response (where lengths are forced, which no limit shall
+    tell, the longest forced one), total the length of one that has ended, -1 before. waiting: rows that are not bound,
+    in order of arrival.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -46,6 +47,7 @@ class Book:
         self.waiting: list[int] = []
         self.prompt = np.zeros(0, dtype=np.int64)
         self.most = np.zeros(0, dtype=np.int64)
+        self._forced = np.zeros(0, dtype=np.bool_)
         self.total = np.zeros(0, dtype=np.int64)
         self.siblings = 1.0  # requests of a prompt, on average
         self._rows: dict[str, int] = {}
@@ -63,6 +65,9 @@ class Book:
         tokens = np.array([len(r.prompt_tokens) for r in fresh], dtype=np.int64)
         self.prompt = np.concatenate([self.prompt, tokens])
         self.most = np.concatenate([self.most, np.array([r.sampling.max_tokens for r in fresh], dtype=np.int64)])
+        forced = np.array([r.sampling.forced_length is not None for r in fresh], dtype=np.bool_)
+        self._forced = np.concatenate([self._forced, forced])
+        self.most[self._forced] = self.most[self._forced].max(initial=1)
         self.total = np.concatenate([self.total, np.full(len(fresh), -1)])
         prompts = [r.request_id.rpartition("/")[0] for r in fresh]
         siblings = np.unique(prompts, return_counts=True)[1]

@@ -121,7 +121,7 @@ class PlannedPolicy:
 
     def cost(self, status: FleetStatus) -> IterationCost:
         if self._cost is None:
-            self._cost = IterationCost(self._profile, status.model)
+            self._cost = IterationCost(self._profile, status.timed_model)
         return self._cost
 
     def ahead(self, status: FleetStatus) -> LookAhead:

@@ -22,7 +22,8 @@ class FleetStatus:
     max_batch: most running requests of a worker; prefill_tokens: most prompt tokens that it computes in an iteration;
     placement: of this epoch; expert_load: int64 [moe_layers, experts], tokens sent to each expert since `start`;
     iteration_s: mean seconds of the last advance's iterations, 0 before the first; clock_s: the fleet's time now;
-    move_costs: what resizes take here, as far as it is known; table: the live requests, None where `workers` has them.
+    move_costs: what resizes take here, as far as it is known; table: the live requests, None where `workers` has them;
+    paced_as: the model whose iterations are emulated, None where the one that runs is.
     """
 
     model: ModelShape
@@ -40,6 +41,12 @@ class FleetStatus:
     clock_s: float = 0.0
     move_costs: MoveCosts = field(default_factory=MoveCosts)
     table: LiveRequests | None = None
+    paced_as: ModelShape | None = None
+
+    @property
+    def timed_model(self) -> ModelShape:
+        """The model that iterations take their time from."""
+        return self.paced_as or self.model
 
     @property
     def active(self) -> tuple[int, ...]:

@@ -368,6 +368,7 @@ class EngineFleet(Fleet):
             iteration_s=self._iteration_s,
             prefill_tokens=self._settings.prefill_tokens,
             clock_s=self.clock(),
+            paced_as=self._pace.shape,
             expert_load=sum(self._load.values(), np.zeros(self._placement.worker.shape, dtype=np.int64)),
         )
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexfloor.errors import InputError
 from flexfloor.progress import ModelShape
 from flexfloor.settings import EngineSettings
 from flexfloor.world.costs import DeviceProfile, iteration_seconds, load_profile
+from flexfloor.world.model_config import shape_from_config
 
 
 class IterationCounts(NamedTuple):
@@ -28,22 +30,29 @@ class IterationCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """scale: seconds of this fleet for one second of the profile's device; None lets iterations run as they can."""
+    """scale: seconds of this fleet for one second of the profile's device; None lets iterations run as they can.
+
+    shape: of the model whose iterations are emulated, None for the one that runs.
+    """
 
     scale: float | None
     profile: DeviceProfile
+    shape: ModelShape | None = None
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Pace:
-        """Raises InputError for a profile that cannot be loaded, also where no pace is asked for."""
-        return cls(settings.pace, load_profile(settings.resolved_profile))
+        """Raises InputError for a profile or a model that cannot be loaded, also where no pace is asked for."""
+        if settings.pace_model is not None and settings.pace is None:
+            raise InputError(f"pace_model {settings.pace_model!r} without a pace; give --pace SCALE too")
+        shape = None if settings.pace_model is None else shape_from_config(settings.pace_model)
+        return cls(settings.pace, load_profile(settings.resolved_profile), shape)
 
 
 class Pacer:
     """The clock of one worker's iterations. All workers work out the same target from the same counts."""
 
     def __init__(self, pace: Pace, shape: ModelShape) -> None:
-        self._pace, self._shape = pace, shape
+        self._pace, self._shape = pace, pace.shape or shape
         self._begin = time.perf_counter()
 
     def begin_chunk(self) -> None:

@@ -36,6 +36,7 @@ _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 class SimulatedFleet(Fleet):
     """Workers of one device profile each, with as much memory as that has; every token costs what the profile says.
 
+    timed_as: the model that iterations take their time from, where it is another one than that whose memory they use.
     lengths: request id → response tokens, at most its max_tokens; those it does not name end at their max_tokens.
     memory_bytes: of one worker, the profile's by default. Routing is taken to be even over the experts. Moves and
     resizes are pauses: a fixed part, and the bytes of the worker that sends or receives most. Bringing the workers back
@@ -56,10 +57,12 @@ class SimulatedFleet(Fleet):
         prefill_tokens: int = 8192,
         page_tokens: int = 16,
         model: str = "",
+        timed_as: ModelShape | None = None,
     ) -> None:
         if workers < 1:
             raise InputError(f"workers is {workers}; give at least 1")
-        self._shape, self._cost = shape, IterationCost(profile, shape)
+        self._shape, self._cost = shape, IterationCost(profile, timed_as or shape)
+        self._timed_as = timed_as
         self._moves = MoveCosts.of(profile, shape)
         self._lengths = lengths or {}
         self._max_batch, self._prefill_tokens, self._page_tokens = max_batch, prefill_tokens, page_tokens
@@ -329,6 +332,7 @@ class SimulatedFleet(Fleet):
             clock_s=self._clock,
             move_costs=self._moves,
             table=table,
+            paced_as=self._timed_as,
         )
 
     def close(self) -> None:
