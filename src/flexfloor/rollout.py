@@ -102,6 +102,8 @@ class Rollout:
         if chunk < 1:
             raise InputError(f"chunk is {chunk}; give at least 1 iteration")
         observed = load_history(history, split)  # as it is now, whoever adds to it meanwhile
+        if knowledge == "auto":
+            knowledge = "none" if observed is None else "history"
         if isinstance(policy, str):
             # Here, because numba and scipy take longer to load than all the rest of the package.
             from flexfloor.policy import make_policy
@@ -255,7 +257,7 @@ class Rollout:
     def _begin(self) -> None:
         """The clock of the rollout starts when the first request is handed over."""
         self._origin = self._fleet.clock()
-        settings = {"chunk": self._chunk} | self._sampling()
+        settings = {"chunk": self._chunk, "knowledge": self._knowledge} | self._sampling()
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._ledger.write(start_record(self._fleet.info, self._policy.name, settings, started_at))
 
