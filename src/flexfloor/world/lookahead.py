@@ -20,6 +20,7 @@ _RING = 512
 _UNEVEN = 0.03  # KV of the fullest worker above the mean, where there are many requests
 _BURST = 2.0  # prompt tokens of the busiest worker over the mean
 _FILL = 0.97  # of the KV memory that is ever planned to be full
+_HALVINGS = 6  # of the gap between two prices, by which the reference gets near the limit
 
 
 @dataclass(frozen=True)
@@ -285,13 +286,22 @@ def clairvoyant(
     order = np.argsort(-lengths, kind="stable")
     empty = np.zeros(0)
     batch = Batch(empty, empty, prompt_tokens[order], lengths[order], prefill[order])
-    best: Outlook | None = None
+    kept: list[Outlook] = []
     for workers in ahead.sizes.tolist():
-        for price in PRICES:
-            found = ahead.roll(batch, workers, price=price, bins=256)
-            if found.seconds <= limit_s and (best is None or found.occupied_s < best.occupied_s):
-                best = found
-    return best
+        rolled = {price: ahead.roll(batch, workers, price=price, bins=256) for price in PRICES}
+        kept += [o for o in rolled.values() if o.seconds <= limit_s]
+        # The best price lies between one that misses the limit and one that keeps it.
+        slow = max((p for p, o in rolled.items() if o.seconds > limit_s), default=0.0)
+        fast = min((p for p, o in rolled.items() if o.seconds <= limit_s), default=0.0)
+        for _ in range(_HALVINGS if slow < fast else 0):
+            middle = (max(slow, 0.1) * fast) ** 0.5
+            found = ahead.roll(batch, workers, price=middle, bins=256)
+            if found.seconds <= limit_s:
+                kept.append(found)
+                fast = middle
+            else:
+                slow = middle
+    return min(kept, key=lambda outlook: outlook.occupied_s, default=None)
 
 
 PRICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 1e9)
