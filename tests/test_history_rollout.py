@@ -253,7 +253,8 @@ def test_a_comparison_is_one_epoch_and_shows_every_policy_the_same_history(
         assert count(file) == (epoch + 1, 12 * (epoch + 1))
     assert seen == [0, 0, 0, 12, 12, 12]
     assert first_of(tmp_path / "out" / "release" / "ledger.jsonl") == {"p1", "p3"}
-    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["equal"]
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert (written["equal"], written["knowledge"], written["history_responses"]) == (True, "history", 12)
 
 
 def test_two_rollouts_at_once_on_one_history(fleet: flexfloor.Fleet, file: Path, checkpoint: Callable):

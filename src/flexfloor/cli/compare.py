@@ -135,7 +135,9 @@ def run_compare(settings: CompareSettings) -> int:
             write_json(folder / "summary.json", summaries[name].to_json())
     show.begin_rollout(None)
     rows = compare_summaries(summaries)
-    write_json(outputs["--out-dir"], _to_json(rows, summaries[baseline], baseline))
+    knowledge = settings.knowledge if settings.knowledge != "auto" else "none" if observed is None else "history"
+    told = {"knowledge": knowledge, "history_responses": len(observed or ())}
+    write_json(outputs["--out-dir"], _to_json(rows, summaries[baseline], baseline) | told)
     show.phase("done")
     for summary in summaries.values():
         warn_of_overruns(summary)
