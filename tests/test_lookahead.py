@@ -37,9 +37,9 @@ def ahead(
 
 def batch(live: Sequence[tuple[float, float]] = (), waiting: Sequence[tuple[float, float, float]] = ()) -> Batch:
     """live: (tokens, left). waiting: (tokens, left, tokens to compute)."""
-    columns = [np.array([r[i] for r in live], dtype=float) for i in range(2)]
-    columns += [np.array([r[i] for r in waiting], dtype=float) for i in range(3)]
-    return Batch(*columns)
+    kv, left = (np.array([r[i] for r in live], dtype=float) for i in range(2))
+    tokens, ahead_of, computed = (np.array([r[i] for r in waiting], dtype=float) for i in range(3))
+    return Batch(kv, left, tokens, ahead_of, computed)
 
 
 def one_by_one(live: Sequence[tuple[float, float]], workers: int, first: int = 0, last: int | None = None) -> float:

@@ -218,7 +218,7 @@ def test_binding_never_goes_beyond_memory_or_batch(
 
 def test_the_largest_go_from_the_fullest_worker_to_the_emptiest() -> None:
     def homes(tokens: Sequence[float], worker: Sequence[int], movable: Sequence[bool] = (), **options: float) -> list:
-        limit, most = np.full(2, options.get("limit", 1000.0)), int(options.get("max_batch", 64))
+        limit, most = np.full(2, float(options.get("limit", 1000))), int(options.get("max_batch", 64))
         can = np.array(movable or [True] * len(tokens))
         return even_out(np.array(tokens, float), np.array(worker, dtype=np.int64), can, limit, most, 0.1).tolist()
 
