@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,14 +30,14 @@ PAIR = BOTH_PREFILL + BOTH_DECODE + sum(ONE_DECODES)
 
 
 def fleet_of(
-    requests: Sequence[Request], workers: int = 1, *, pages: int = 100, device: DeviceProfile = DEVICE, **options: int
+    requests: Sequence[Request], workers: int = 1, *, pages: int = 100, device: DeviceProfile = DEVICE, **options: Any
 ) -> SimulatedFleet:
     lengths = {r.request_id: r.sampling.max_tokens for r in requests}
     profile = with_pages(pages, workers, device)
     return SimulatedFleet(SHAPE, profile, workers, lengths=lengths, page_tokens=PAGE_TOKENS, **options)
 
 
-def bound(workers: int = 2, lengths: Sequence[int] = (40, 40), **options: int) -> SimulatedFleet:
+def bound(workers: int = 2, lengths: Sequence[int] = (40, 40), **options: Any) -> SimulatedFleet:
     """One request a worker, in the middle of its response."""
     requests = make_requests(lengths, prompt=3)
     fleet = fleet_of(requests, workers, **options)
