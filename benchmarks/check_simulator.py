@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -37,7 +38,7 @@ POLICIES = ("static", "static-grouped", "planned", "release", "flexfloor", "fixe
 SAME_ITERATIONS = ("static", "static-grouped")  # nothing is decided by time
 WITHIN = 0.15
 EMULATED, EMULATED_WITHIN = "qwen3-30b-a3b", 0.1
-OPTIONS = {"worker_memory": "96MiB", "prefill_tokens": 128, "max_batch": 64}
+OPTIONS: dict[str, Any] = {"worker_memory": "96MiB", "prefill_tokens": 128, "max_batch": 64}
 
 
 @dataclass(frozen=True)

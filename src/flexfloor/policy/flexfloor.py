@@ -9,17 +9,18 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, peaks_of
+from flexfloor.policy.book import Live
 from flexfloor.policy.planned import DRAWS, LEADS, PlannedPolicy, best_lead
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile
 from flexfloor.world.lengths.base import ForcedLengths, Lengths
-from flexfloor.world.lookahead import PRICES, Batch, Outlook, busiest
+from flexfloor.world.lookahead import PRICES, Batch, busiest
 from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
 _MARGIN = 0.75  # of the slowdown that is allowed, which plans may count on
-_EVERY = 1e9  # price of a second at which only time counts
+_SHORTER = 0.5  # of the forecast; a plan must keep its time too when responses end so much sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,47 @@ class _Option:
     lead: float
     seconds: float
     occupied_s: float
+
+
+class _Case:
+    """What there is to do, on some draws of the forecast with remaining lengths times `stretch`, and how long it may
+    take."""
+
+    def __init__(
+        self,
+        policy: FlexFloorPolicy,
+        status: FleetStatus,
+        live: Live,
+        orders: Mapping[float, np.ndarray],
+        stretch: float,
+        draws: range,
+    ) -> None:
+        self._policy, self._status, self._ahead = policy, status, policy.ahead(status)
+        shifts = [d / DRAWS for d in draws]
+        self._batches = {
+            lead: [policy.batch(live, rows, shift, stretch) for shift in shifts] for lead, rows in orders.items()
+        }
+        self.fewest = max(self._ahead.fewest(b) for b in self._batches[policy.lead])
+        whole = [self._ahead.roll(policy.whole(s, stretch, status), len(status.workers)).seconds for s in shifts]
+        before, since = policy.spent(status)
+        reference = before + policy.scale * float(np.mean(whole))
+        self._limit = reference * (1 + _MARGIN * policy.max_slowdown) - before - since
+        self._stay = self.option(len(status.active), policy.lead, np.inf)
+
+    def option(self, workers: int, lead: float, price: float) -> _Option:
+        """To go on on so many workers; those that are active are kept at least until the next decision."""
+        policy, active = self._policy, len(self._status.active)
+        changes = workers < active
+        hold = 0.0 if changes else float(policy.next_decision(self._status))
+        found = [self._ahead.roll(b, workers, price=price, hold=hold) for b in self._batches[lead]]
+        stall = policy.stall_s(workers, self._status) if changes and self._status.iteration > 0 else 0.0
+        seconds = policy.scale * float(np.mean([o.seconds for o in found])) + stall
+        occupied = policy.scale * float(np.mean([o.occupied_s for o in found])) + active * stall
+        return _Option(workers, price, lead, seconds, occupied)
+
+    def keeps(self, option: _Option) -> bool:
+        """Whether the time limit is kept, or as nearly as by not changing anything."""
+        return option.seconds <= max(self._limit, self._stay.seconds)
 
 
 class FlexFloorPolicy(PlannedPolicy):
@@ -51,18 +93,20 @@ class FlexFloorPolicy(PlannedPolicy):
         time_scale: float = 1.0,
     ) -> None:
         super().__init__(lengths, profile, "flexfloor")
-        self._max_slowdown, self._min_workers = max_slowdown, min_workers
+        self.max_slowdown, self._min_workers = max_slowdown, min_workers
         self._certain = isinstance(lengths, ForcedLengths)
-        self._scale = time_scale  # seconds of the fleet for one of the cost model
+        self.scale = time_scale  # seconds of the fleet for one of the cost model
         self._settled, self._first = False, True
         self._still = -1  # requests that waited at the last look
         self._lead_of_all = 0.0
+        self._start = 0.0
         self._origin: tuple[float, np.ndarray, np.ndarray] | None = None  # clock, generated and rows at that time
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         if self.book.take(queue):
             self._choose_order(status)
             self._begin(status)
+            self._start = status.clock_s
             self._next = 0
         self._settle(status)
         if not self.book.waiting and status.live == 0:
@@ -80,6 +124,15 @@ class FlexFloorPolicy(PlannedPolicy):
         self._origin = (status.clock_s, done, rows)
         self._lead_of_all = self.lead  # which is for all workers
 
+    def spent(self, status: FleetStatus) -> tuple[float, float]:
+        """Seconds from the start to the origin, and from there to now."""
+        assert self._origin is not None
+        return self._origin[0] - self._start, status.clock_s - self._origin[0]
+
+    def next_decision(self, status: FleetStatus) -> int:
+        """Iterations until the next decision."""
+        return max(self._next - status.iteration, 1)
+
     def _settle(self, status: FleetStatus) -> None:
         """How much longer an iteration takes than one of a pooled batch on the device of the profile."""
         if not status.live or status.iteration_s <= 0:
@@ -88,50 +141,43 @@ class FlexFloorPolicy(PlannedPolicy):
         tokens = float((table.prompt_tokens + table.response_tokens).sum())
         ratio = status.iteration_s / self._pooled_s(len(status.active), status.live, tokens, status)
         if self._still == len(self.book.waiting) and table.decoding.all():
-            self._scale += (ratio - self._scale) * (_SETTLE if self._settled else 1.0)
+            self.scale += (ratio - self.scale) * (_SETTLE if self._settled else 1.0)
             self._settled = True
         elif not self._settled:  # prompts were computed too, which only makes it longer
-            self._scale = ratio if self._first else min(self._scale, ratio)
+            self.scale = ratio if self._first else min(self.scale, ratio)
         self._still, self._first = len(self.book.waiting), False
 
     def _shrink(self, status: FleetStatus) -> ResizePlan | None:
         active = len(status.active)
         if active <= self._min_workers or self._origin is None:
             return None
-        ahead, live = self.ahead(status), self.book.live(status)
-        draws = [d / DRAWS for d in range(1 if self._certain else DRAWS)]
-        whole = [ahead.roll(self._whole(d, status), len(status.workers)).seconds for d in draws]
-        limit = float(np.mean(whole)) * self._scale * (1 + _MARGIN * self._max_slowdown)
-        limit -= status.clock_s - self._origin[0]
-
-        waiting = np.array(self.book.waiting, dtype=np.int64)
+        if active == len(status.workers):
+            self._begin(status)  # nothing is lost so far, whatever look-ahead has said
+        live, waiting = self.book.live(status), np.array(self.book.waiting, dtype=np.int64)
         starts = status.iteration == 0 and len(waiting) > 0
         orders = {lead: self.in_order(waiting, lead) for lead in (LEADS if starts else (self.lead,))}
-        batches = {lead: [self.batch(live, rows, d) for d in draws] for lead, rows in orders.items()}
-        stay = self._option(batches, self.lead, active, np.inf, status)
+        expected = _Case(self, status, live, orders, 1.0, range(1 if self._certain else DRAWS))
+        # Where the forecast is too long, time that a small group wins back at the end is not there.
+        shorter = None if self._certain else _Case(self, status, live, orders, _SHORTER, range(1))
+
+        def keeps(option: _Option) -> bool:
+            return shorter is None or shorter.keeps(shorter.option(option.workers, option.lead, option.price))
+
+        stay = expected.option(active, self.lead, np.inf)
+        least = max(self._min_workers, expected.fewest)
         best: _Option | None = None
-        for workers in (m for m in ahead.sizes.tolist() if self._min_workers <= m < active):
-            plain = {lead: self._option(batches, lead, workers, np.inf, status) for lead in orders}
+        for workers in [m for m in self.ahead(status).sizes.tolist() if least <= m < active] + [active]:
+            plain = {lead: expected.option(workers, lead, np.inf) for lead in orders}
             lead = best_lead({lead: option.seconds for lead, option in plain.items()})
             for price in (np.inf, *reversed(PRICES)):
-                option = plain[lead] if price == np.inf else self._option(batches, lead, workers, price, status)
-                if option.seconds > max(limit, 0.0) and option.seconds > stay.seconds:
+                option = plain[lead] if price == np.inf else expected.option(workers, lead, price)
+                if not expected.keeps(option):
                     break
-                if best is None or option.occupied_s < best.occupied_s:
+                if (best is None or option.occupied_s < best.occupied_s) and keeps(option):
                     best = option
-        return None if best is None else self._plan(best, stay, status)
+        return None if best is None or best.workers == active else self._plan(best, stay, status)
 
-    def _option(
-        self, batches: Mapping[float, Sequence[Batch]], lead: float, workers: int, price: float, status: FleetStatus
-    ) -> _Option:
-        ahead, active = self.ahead(status), len(status.active)
-        found: list[Outlook] = [ahead.roll(b, workers, price=price) for b in batches[lead]]
-        stall = self._stall_s(workers, status) if workers < active and status.iteration > 0 else 0.0
-        seconds = self._scale * float(np.mean([o.seconds for o in found])) + stall
-        occupied = self._scale * float(np.mean([o.occupied_s for o in found])) + active * stall
-        return _Option(workers, price, lead, seconds, occupied)
-
-    def _whole(self, shift: float, status: FleetStatus) -> Batch:
+    def whole(self, shift: float, stretch: float, status: FleetStatus) -> Batch:
         """All that there was to do at the origin, by what is known now."""
         assert self._origin is not None
         _, done, rows = self._origin
@@ -140,7 +186,7 @@ class FlexFloorPolicy(PlannedPolicy):
         live = self.book.live(status)
         now[live.rows] = live.generated
         open_ = totals < 0
-        totals[open_] = now[rows[open_]] + self.book.left(rows[open_], now[rows[open_]], shift)
+        totals[open_] = now[rows[open_]] + stretch * self.book.left(rows[open_], now[rows[open_]], shift)
         left, tokens = np.maximum(totals - done, 1.0), self.book.prompt[rows] + done.astype(np.float64)
         begun = done > 0
         waits = np.nonzero(~begun)[0]
@@ -149,7 +195,7 @@ class FlexFloorPolicy(PlannedPolicy):
         waits = place[self.in_order(rows[waits], self._lead_of_all)]
         return Batch(tokens[begun], left[begun], tokens[waits], left[waits], tokens[waits], self.book.siblings)
 
-    def _stall_s(self, workers: int, status: FleetStatus) -> float:
+    def stall_s(self, workers: int, status: FleetStatus) -> float:
         """Seconds of a change to so many workers: its fixed part, and what each one that stays takes in."""
         active, costs = len(status.active), status.move_costs
         share = 1 / workers - 1 / active
@@ -168,8 +214,8 @@ class FlexFloorPolicy(PlannedPolicy):
             if homes is None:
                 continue
             predicted = {
-                "stall_s": self._stall_s(count, status),
-                "remaining_s": option.seconds - (self._stall_s(count, status) if status.iteration else 0.0),
+                "stall_s": self.stall_s(count, status),
+                "remaining_s": option.seconds - (self.stall_s(count, status) if status.iteration else 0.0),
                 "remaining_occupied_s": option.occupied_s,
                 "saved_worker_s": saved,
             }
@@ -192,8 +238,8 @@ class FlexFloorPolicy(PlannedPolicy):
         left = float(np.median(self.book.left(live.rows, live.generated)))
         tokens, count = float(live.tokens.sum()), len(live.rows)
         now, then = (self._pooled_s(m, count, tokens, status) for m in (active, workers))
-        saved = self._scale * (active * now - workers * then) * left
-        return saved > active * self._stall_s(workers, status)
+        saved = self.scale * (active * now - workers * then) * left
+        return saved > active * self.stall_s(workers, status)
 
     def _pooled_s(self, workers: int, live: int, tokens: float, status: FleetStatus) -> float:
         """An iteration of so many requests that hold `tokens` tokens, spread evenly."""

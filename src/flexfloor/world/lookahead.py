@@ -94,6 +94,14 @@ class LookAhead:
             rate = moves.bytes_per_s
             self._moves[:] = moves.switch_s, shape.all_expert_bytes / rate, shape.kv_token_bytes / rate
 
+    def fewest(self, batch: Batch) -> int:
+        """The smallest size that holds what is live, now and as it grows."""
+        order = np.argsort(batch.left)
+        left, count = batch.left[order], np.arange(len(order), 0, -1)
+        peak = float((np.cumsum(batch.kv[order][::-1])[::-1] + count * left).max(initial=0.0))
+        fits = (self._caps >= peak) & (self.sizes * self._max_batch >= len(order))
+        return int(self.sizes[fits][0]) if fits.any() else int(self.sizes[-1])
+
     def roll(
         self,
         batch: Batch,
