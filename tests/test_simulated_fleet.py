@@ -126,6 +126,15 @@ def test_a_resize_stalls_for_what_it_moves() -> None:
     assert fleet.advance(100).iterations == 34, "both go on where they were"
 
 
+def test_workers_send_and_receive_side_by_side() -> None:
+    """Two of four leave, and each one that stays takes in two experts: the busiest worker counts, not the sum."""
+    fleet = fleet_of([], 4)
+    before = fleet.clock()
+    outcome = fleet.apply(plan_shrink(fleet.status(), [1, 3]))
+    assert outcome.expert_bytes == 400
+    assert fleet.clock() - before == pytest.approx(8 + 2)
+
+
 def test_moves_without_a_resize_pause_for_what_they_move() -> None:
     fleet = bound()
     before, status = fleet.clock(), fleet.status()
