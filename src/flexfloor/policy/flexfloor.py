@@ -19,7 +19,7 @@ from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
-_MARGIN = 0.75  # of the slowdown that is allowed, which plans may count on
+_MARGIN = 1.0  # of the slowdown that is allowed, which plans may count on
 _SHORTER = 0.5  # of the forecast; a plan must keep its time too when responses end so much sooner
 
 
@@ -55,7 +55,7 @@ class _Case:
         self.fewest = max(self._ahead.fewest(b) for b in self._batches[policy.lead])
         whole = [self._ahead.roll(policy.whole(s, stretch, status), len(status.workers)).seconds for s in shifts]
         before, since = policy.spent(status)
-        reference = before + policy.scale * float(np.mean(whole))
+        reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
         self._limit = reference * (1 + _MARGIN * policy.max_slowdown) - before - since
         self._stay = self.option(len(status.active), policy.lead, np.inf)
 
@@ -128,6 +128,10 @@ class FlexFloorPolicy(PlannedPolicy):
         """Seconds from the start to the origin, and from there to now."""
         assert self._origin is not None
         return self._origin[0] - self._start, status.clock_s - self._origin[0]
+
+    def pauses(self, status: FleetStatus) -> float:
+        """Share of the time that moves without a change of the group have taken; on all workers it would be the same."""
+        return self.paused_s / max(status.clock_s - self._start - self.paused_s, self.paused_s, 1e-9)
 
     def next_decision(self, status: FleetStatus) -> int:
         """Iterations until the next decision."""

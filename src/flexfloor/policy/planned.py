@@ -56,6 +56,7 @@ class PlannedPolicy:
         self._ahead: LookAhead | None = None
         self._next = 0  # iteration of the next decision
         self.lead = 0.0  # order of what waits, one of LEADS
+        self.paused_s = 0.0  # what moves are expected to have taken
         self._decisions: list[Decision] = []
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
@@ -210,9 +211,11 @@ class PlannedPolicy:
         if full:
             reason = f"{len(plan)} requests to emptier workers, before a full one preempts"
         try:
-            return plan_moves(status, plan, reason, {"stall_s": stall} | ({} if full else {"saved_s": gain}))
+            moves = plan_moves(status, plan, reason, {"stall_s": stall} | ({} if full else {"saved_s": gain}))
         except PlanRefusedError:
             return None
+        self.paused_s += stall
+        return moves
 
     def _iteration_s(self, live: Live, place: np.ndarray, workers: int, status: FleetStatus) -> float:
         batch = np.bincount(place, minlength=workers)
