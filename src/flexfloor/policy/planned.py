@@ -23,6 +23,7 @@ _SKIPS = 32  # requests that shorter ones may pass while they do not fit
 _UNEVEN = 0.12  # load above the mean that is evened out
 _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
+_LASTING = 6.0  # intervals between decisions for which a gain by moves is counted
 _MOVE_GAIN = 2.0  # seconds gained for each one that moves take
 DRAWS = 3  # of the forecast, that plans are compared on
 LEADS = {
@@ -199,8 +200,10 @@ class PlannedPolicy:
         if not len(moving):
             return None
         before, after = (self._iteration_s(live, h, len(workers), status) for h in (here, homes))
+        # Evenness lasts until others end, not for as long as what is live.
         left = float(np.median(self.book.left(live.rows, live.generated)))
-        gain = (before - after) * left if not full else np.inf
+        lasting = min(left, _LASTING * max(self._next - status.iteration, 1))
+        gain = (before - after) * lasting if not full else np.inf
         bytes_out = np.bincount(here[moving], live.own_pages[moving] * status.page_bytes).max()
         stall = status.move_costs.pause_s + bytes_out / status.move_costs.bytes_per_s
         if gain <= _MOVE_GAIN * stall:
