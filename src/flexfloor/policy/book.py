@@ -33,6 +33,16 @@ class Live:
     decoding: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which of the possible futures. shift: makes another one. cut: levels of the forecast end there, so that the
+    longest are missing. stretch: by which remaining lengths are multiplied."""
+
+    shift: float = 0.0
+    cut: float = 1.0
+    stretch: float = 1.0
+
+
 class Book:
     """Rows number requests in the order of their arrival.
 
@@ -103,14 +113,18 @@ class Book:
         none = np.zeros(len(rows), dtype=np.int64)
         return np.mean([self._remaining(rows, none, level) for level in _LEVELS], axis=0)
 
-    def left(self, rows: np.ndarray, generated: np.ndarray, shift: float = 0.0, reserve: float = 0.0) -> np.ndarray:
+    def left(
+        self, rows: np.ndarray, generated: np.ndarray, draw: Draw | None = None, reserve: float = 0.0
+    ) -> np.ndarray:
         """A draw of the tokens that each still generates: float64 [n].
 
-        Every row has a level of its own, spread evenly over all rows, so that sums over many are those of the forecast;
-        another `shift` makes another draw. reserve: share by which levels are raised towards the longest.
+        Every row has a level of its own, spread evenly over all rows, so that sums over many are those of the forecast.
+        reserve: share by which levels are raised towards the longest.
         """
-        level = np.modf((rows + 1) * _GOLDEN + shift)[0]
-        return self._remaining(rows, generated, level + (1 - level) * reserve)
+        draw = draw or Draw()
+        level = np.modf((rows + 1) * _GOLDEN + draw.shift)[0] * draw.cut
+        found = self._remaining(rows, generated, level + (1 - level) * reserve)
+        return found if draw.stretch == 1.0 else np.maximum(draw.stretch * found, 1.0)
 
     def _remaining(self, rows: np.ndarray, generated: np.ndarray, level: np.ndarray | float) -> np.ndarray:
         """The forecast within what is possible, whatever it says; the limit where it is no number."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, peaks_of
-from flexfloor.policy.book import Live
+from flexfloor.policy.book import Draw, Live
 from flexfloor.policy.planned import DRAWS, LEADS, PlannedPolicy, best_lead
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile
@@ -19,7 +19,8 @@ from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
-_MARGIN = 1.2  # of the slowdown allowed, that plans may foresee: in simulation they end so much sooner
+_MARGIN = 0.9  # of the slowdown allowed, that plans may use up
+_UNLUCKY = 0.1  # probability of a longest response that is so much shorter that a plan must keep its time still
 _SHORTER = 0.5  # of the forecast; a plan must keep its time too when responses end so much sooner
 
 
@@ -35,8 +36,7 @@ class _Option:
 
 
 class _Case:
-    """What there is to do, on some draws of the forecast with remaining lengths times `stretch`, and how long it may
-    take."""
+    """What there is to do, on some draws of the forecast, and how long it may take."""
 
     def __init__(
         self,
@@ -44,16 +44,12 @@ class _Case:
         status: FleetStatus,
         live: Live,
         orders: Mapping[float, np.ndarray],
-        stretch: float,
-        draws: range,
+        draws: Sequence[Draw],
     ) -> None:
         self._policy, self._status, self._ahead = policy, status, policy.ahead(status)
-        shifts = [d / DRAWS for d in draws]
-        self._batches = {
-            lead: [policy.batch(live, rows, shift, stretch) for shift in shifts] for lead, rows in orders.items()
-        }
+        self._batches = {lead: [policy.batch(live, rows, d) for d in draws] for lead, rows in orders.items()}
         self.fewest = max(self._ahead.fewest(b) for b in self._batches[policy.lead])
-        whole = [self._ahead.roll(policy.whole(s, stretch, status), len(status.workers)).seconds for s in shifts]
+        whole = [self._ahead.roll(policy.whole(d, status), len(status.workers)).seconds for d in draws]
         before, since = policy.spent(status)
         reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
         self._limit = reference * (1 + _MARGIN * policy.max_slowdown) - before - since
@@ -130,7 +126,7 @@ class FlexFloorPolicy(PlannedPolicy):
         return self._origin[0] - self._start, status.clock_s - self._origin[0]
 
     def pauses(self, status: FleetStatus) -> float:
-        """Share of the time that moves without a change of the group have taken; on all workers it would be the same."""
+        """Share of the time that moves without a change of the group have taken; all workers would pay it too."""
         return self.paused_s / max(status.clock_s - self._start - self.paused_s, self.paused_s, 1e-9)
 
     def next_decision(self, status: FleetStatus) -> int:
@@ -160,12 +156,15 @@ class FlexFloorPolicy(PlannedPolicy):
         live, waiting = self.book.live(status), np.array(self.book.waiting, dtype=np.int64)
         starts = status.iteration == 0 and len(waiting) > 0
         orders = {lead: self.in_order(waiting, lead) for lead in (LEADS if starts else (self.lead,))}
-        expected = _Case(self, status, live, orders, 1.0, range(1 if self._certain else DRAWS))
-        # Where the forecast is too long, time that a small group wins back at the end is not there.
-        shorter = None if self._certain else _Case(self, status, live, orders, _SHORTER, range(1))
+        expected = _Case(self, status, live, orders, DRAWS[:1] if self._certain else DRAWS)
+        # Time that a small group wins back at the end is not there when the end comes sooner than is foreseen: because
+        # all are shorter, or because the longest are, which of a few requests is likely and of many is not.
+        cut = _UNLUCKY ** (1 / max(len(live.rows) + len(waiting), 1))
+        sooner = () if self._certain else (Draw(stretch=_SHORTER), Draw(cut=cut))
+        cases = [_Case(self, status, live, orders, (draw,)) for draw in sooner]
 
         def keeps(option: _Option) -> bool:
-            return shorter is None or shorter.keeps(shorter.option(option.workers, option.lead, option.price))
+            return all(c.keeps(c.option(option.workers, option.lead, option.price)) for c in cases)
 
         stay = expected.option(active, self.lead, np.inf)
         least = max(self._min_workers, expected.fewest)
@@ -181,7 +180,7 @@ class FlexFloorPolicy(PlannedPolicy):
                     best = option
         return None if best is None or best.workers == active else self._plan(best, stay, status)
 
-    def whole(self, shift: float, stretch: float, status: FleetStatus) -> Batch:
+    def whole(self, draw: Draw, status: FleetStatus) -> Batch:
         """All that there was to do at the origin, by what is known now."""
         assert self._origin is not None
         _, done, rows = self._origin
@@ -190,7 +189,7 @@ class FlexFloorPolicy(PlannedPolicy):
         live = self.book.live(status)
         now[live.rows] = live.generated
         open_ = totals < 0
-        totals[open_] = now[rows[open_]] + stretch * self.book.left(rows[open_], now[rows[open_]], shift)
+        totals[open_] = now[rows[open_]] + self.book.left(rows[open_], now[rows[open_]], draw)
         left, tokens = np.maximum(totals - done, 1.0), self.book.prompt[rows] + done.astype(np.float64)
         begun = done > 0
         waits = np.nonzero(~begun)[0]

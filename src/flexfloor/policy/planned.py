@@ -8,7 +8,7 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, even_out
-from flexfloor.policy.book import Book, Live
+from flexfloor.policy.book import Book, Draw, Live
 from flexfloor.progress import Decision, Progress
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile, IterationCost
@@ -25,7 +25,7 @@ _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
 _LASTING = 6.0  # intervals between decisions for which a gain by moves is counted
 _MOVE_GAIN = 2.0  # seconds gained for each one that moves take
-DRAWS = 3  # of the forecast, that plans are compared on
+DRAWS = (Draw(), Draw(1 / 3), Draw(2 / 3))  # of the forecast, that plans are compared on
 LEADS = {
     0.0: "in order of arrival",
     0.5: "longer ones a little earlier",
@@ -146,13 +146,13 @@ class PlannedPolicy:
             )
         return self._ahead
 
-    def batch(self, live: Live, waiting: np.ndarray, shift: float, stretch: float = 1.0) -> Batch:
+    def batch(self, live: Live, waiting: np.ndarray, draw: Draw) -> Batch:
         """What is to be done, by one draw of the forecast; `waiting` are rows, in the order they will be taken in."""
         return Batch(
             live.tokens,
-            np.maximum(self.book.left(live.rows, live.generated, shift) * stretch, 1.0),
+            self.book.left(live.rows, live.generated, draw),
             self.book.prompt[waiting].astype(np.float64),
-            np.maximum(self.book.left(waiting, np.zeros(len(waiting), dtype=np.int64), shift) * stretch, 1.0),
+            self.book.left(waiting, np.zeros(len(waiting), dtype=np.int64), draw),
             self.book.prompt[waiting].astype(np.float64),
             self.book.siblings,
         )
@@ -172,7 +172,7 @@ class PlannedPolicy:
         workers, seconds = len(self.workers(status)), {}
         for lead in LEADS:
             ordered = self.in_order(rows, lead)
-            rolled = [ahead.roll(self.batch(live, ordered, d / DRAWS), workers).seconds for d in range(DRAWS)]
+            rolled = [ahead.roll(self.batch(live, ordered, d), workers).seconds for d in DRAWS]
             seconds[lead] = float(np.mean(rolled))
         self.lead = best_lead(seconds)
         told = ", ".join(f"{s:.4g} s {LEADS[lead]}" for lead, s in seconds.items())
