@@ -47,7 +47,9 @@ class _Case:
         draws: Sequence[Draw],
     ) -> None:
         self._policy, self._status, self._ahead = policy, status, policy.ahead(status)
-        self._batches = {lead: [policy.batch(live, rows, d) for d in draws] for lead, rows in orders.items()}
+        self._batches = {
+            lead: [policy.batch(live, rows, d, status.page_tokens) for d in draws] for lead, rows in orders.items()
+        }
         self.fewest = max(self._ahead.fewest(b) for b in self._batches[policy.lead])
         whole = [self._ahead.roll(policy.whole(d, status), len(status.workers)).seconds for d in draws]
         before, since = policy.spent(status)
@@ -190,7 +192,7 @@ class FlexFloorPolicy(PlannedPolicy):
         now[live.rows] = live.generated
         open_ = totals < 0
         totals[open_] = now[rows[open_]] + self.book.left(rows[open_], now[rows[open_]], draw)
-        left, tokens = np.maximum(totals - done, 1.0), self.book.prompt[rows] + done.astype(np.float64)
+        left, tokens = np.maximum(totals - done, 1.0), self.book.prompt[rows] + done + float(status.page_tokens)
         begun = done > 0
         waits = np.nonzero(~begun)[0]
         place = np.empty(len(self.book.total), dtype=np.int64)

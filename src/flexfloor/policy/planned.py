@@ -75,7 +75,7 @@ class PlannedPolicy:
             live.tokens[here],
             self.book.left(live.rows[here], live.generated[here], reserve=_RESERVE),
             place[live.worker[here]],
-            self.book.prompt[rows] + status.page_tokens / 2,
+            self.book.prompt[rows] + float(status.page_tokens),
             self.book.left(rows, np.zeros(len(rows), dtype=np.int64), reserve=_RESERVE),
             limit,
             status.max_batch,
@@ -146,12 +146,12 @@ class PlannedPolicy:
             )
         return self._ahead
 
-    def batch(self, live: Live, waiting: np.ndarray, draw: Draw) -> Batch:
+    def batch(self, live: Live, waiting: np.ndarray, draw: Draw, page_tokens: int) -> Batch:
         """What is to be done, by one draw of the forecast; `waiting` are rows, in the order they will be taken in."""
         return Batch(
             live.tokens,
             self.book.left(live.rows, live.generated, draw),
-            self.book.prompt[waiting].astype(np.float64),
+            self.book.prompt[waiting] + float(page_tokens),
             self.book.left(waiting, np.zeros(len(waiting), dtype=np.int64), draw),
             self.book.prompt[waiting].astype(np.float64),
             self.book.siblings,
@@ -172,7 +172,7 @@ class PlannedPolicy:
         workers, seconds = len(self.workers(status)), {}
         for lead in LEADS:
             ordered = self.in_order(rows, lead)
-            rolled = [ahead.roll(self.batch(live, ordered, d), workers).seconds for d in DRAWS]
+            rolled = [ahead.roll(self.batch(live, ordered, d, status.page_tokens), workers).seconds for d in DRAWS]
             seconds[lead] = float(np.mean(rolled))
         self.lead = best_lead(seconds)
         told = ", ".join(f"{s:.4g} s {LEADS[lead]}" for lead, s in seconds.items())

@@ -17,6 +17,7 @@ from flexfloor.world.jit import numba
 
 _BINS = 192  # steps that the longest remaining response is divided into
 _RING = 512
+_SKIPS = 32  # waiting requests that shorter ones may pass, as the planner has it
 _UNEVEN = 0.03  # KV of the fullest worker above the mean, where there are many requests
 _BURST = 2.0  # prompt tokens of the busiest worker over the mean
 _FILL = 0.97  # of the KV memory that is ever planned to be full
@@ -195,28 +196,34 @@ def _roll(
     perfect = moves[0] == 0.0 and moves[1] == 0.0  # with free moves
     seconds, occupied, iterations = 0.0, 0.0, 0.0
     head, waiting, step = 0, len(wait_kv), 0
+    taken = np.zeros(waiting, dtype=np.bool_)
     peaks_known = False
     while total > 0.5 or head < waiting:
         t0 = step * w
         m = sizes[index]
         computed = 0.0
-        while head < waiting:  # take in what fits
+        at, skipped = head, 0
+        while at < waiting and skipped <= _SKIPS:  # take in what fits
             if total >= m * max_batch:
                 break
-            have = wait_kv[head]
-            end = t0 + wait_left[head]
-            at = max(int(np.ceil(end / w - 1e-9)) - 1, step)
-            if total > 0:
-                fits = True
-                for b in range(step, at + 1):
-                    if usage[b % _RING] + have - t0 + (b + 1) * w > caps[index]:
-                        fits = False
-                        break
-                if not fits:
+            if taken[at]:
+                at += 1
+                continue
+            have = wait_kv[at]
+            end = t0 + wait_left[at]
+            last = max(int(np.ceil(end / w - 1e-9)) - 1, step)
+            fits = True
+            for b in range(step, last + 1):
+                if total > 0 and usage[b % _RING] + have - t0 + (b + 1) * w > caps[index]:
+                    fits = False
                     break
-            for b in range(step, at + 1):
+            if not fits:
+                skipped += 1
+                at += 1
+                continue
+            for b in range(step, last + 1):
                 usage[b % _RING] += have - t0 + (b + 1) * w
-            place = at % _RING
+            place = last % _RING
             count[place] += 1
             base[place] += have - t0
             ends[place] += end
@@ -224,7 +231,10 @@ def _roll(
             total_base += have - t0
             total_ends += end
             last_end = max(last_end, end)
-            computed += wait_prefill[head]
+            computed += wait_prefill[at]
+            taken[at] = True
+            at += 1
+        while head < waiting and taken[head]:
             head += 1
         here = step % _RING
         span = w
