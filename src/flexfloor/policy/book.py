@@ -21,7 +21,7 @@ class Live:
     """The live requests of a fleet, in the order of `FleetStatus.live_requests`.
 
     rows, worker, generated, pages, own_pages: int64 [n]; own_pages without those that siblings share. tokens: float64
-    [n], prompt and response, with a page for the last one that is not full and the next one.
+    [n], prompt and response, with half a page for the last one, which is not full.
     """
 
     rows: np.ndarray
@@ -104,7 +104,7 @@ class Book:
     def live(self, status: FleetStatus) -> Live:
         table = status.live_requests
         rows = np.fromiter(map(self._rows.__getitem__, table.ids), dtype=np.int64, count=len(table.ids))
-        tokens = table.prompt_tokens + table.response_tokens + float(status.page_tokens)
+        tokens = table.prompt_tokens + table.response_tokens + status.page_tokens / 2
         own = table.kv_pages - table.shared_pages
         return Live(rows, table.worker, table.response_tokens, tokens, table.kv_pages, own, table.decoding)
 
