@@ -19,7 +19,7 @@ from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
-_MARGIN = 0.9  # of the slowdown allowed, that plans may use up
+_UNFORESEEN = 0.01  # of the time, that plans leave for what they do not foresee
 _UNLUCKY = 0.1  # probability of a longest response that is so much shorter that a plan must keep its time still
 _SHORTER = 0.5  # of the forecast; a plan must keep its time too when responses end so much sooner
 
@@ -54,7 +54,8 @@ class _Case:
         whole = [self._ahead.roll(policy.whole(d, status), len(status.workers)).seconds for d in draws]
         before, since = policy.spent(status)
         reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
-        self._limit = reference * (1 + _MARGIN * policy.max_slowdown) - before - since
+        slowdown = max(policy.max_slowdown - _UNFORESEEN, policy.max_slowdown / 2)
+        self._limit = reference * (1 + slowdown) - before - since
         self._stay = self.option(len(status.active), policy.lead, np.inf)
 
     def option(self, workers: int, lead: float, price: float) -> _Option:
