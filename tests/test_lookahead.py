@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import DEVICE, SHAPE
 
+from flexfloor.progress import ModelShape
 from flexfloor.world.costs import DeviceProfile, IterationCost, MoveCosts
 from flexfloor.world.lookahead import Batch, LookAhead, clairvoyant, group_sizes
 
@@ -27,11 +28,11 @@ def ahead(
     moves: MoveCosts | None = None,
     max_batch: int = 64,
     longest: float = 10.0,
-    least: int = 1,
+    moved: ModelShape | None = None,
 ) -> LookAhead:
     cost = IterationCost(device, SHAPE)
     return LookAhead(
-        cost, capacity, most, max_batch=max_batch, prefill_tokens=100, longest=longest, moves=moves, least=least
+        cost, capacity, most, max_batch=max_batch, prefill_tokens=100, longest=longest, moves=moves, moved=moved
     )
 
 
@@ -144,10 +145,30 @@ def test_nobody_leaves_while_requests_wait() -> None:
     assert found.occupied_s == pytest.approx(2 * 2 * both + one_by_one([(10, 50)], 1), rel=NEAR)
 
 
+def test_one_worker_that_leaves_sends_all_it_has() -> None:
+    # 8 s fixed; the leaving one of four sends a quarter of 800 + 40·10 bytes, more than a third of it that others take
+    four = ahead(4, moves=MoveCosts(bytes_per_s=100, switch_s=8))
+    assert four.stall_s(4, 3, 40) == pytest.approx(8 + 3.0)
+    assert four.stall_s(4, 1, 40) == pytest.approx(8 + 9.0), "one takes in three quarters"
+
+
+def test_moves_have_a_clock_and_a_model_of_their_own() -> None:
+    """On a fleet that emulates another model, slowed down, experts are its own and seconds are real."""
+    moves = MoveCosts(bytes_per_s=100, switch_s=8)
+    small = replace(SHAPE, expert_bytes=10)
+    paced = ahead(2, moves=moves, moved=small)
+    assert paced.stall_s(2, 1, 0) == pytest.approx(8 + 40 / 100), "the experts of the model that runs: 80 bytes"
+    work = batch([(5, 5), (5, 100)])
+    usual = paced.roll(work, 2, price=0.0)
+    paced.time_scale = 10.0
+    slowed = paced.roll(work, 2, price=0.0)
+    assert usual.last_workers == slowed.last_workers == 1
+    assert usual.seconds - slowed.seconds > 0.8 * 8, "for one second of the cost model ten pass, the stall stays 8"
+
+
 def test_sizes_that_hold_no_request_are_left_out() -> None:
     found = ahead(8, capacity=lambda workers: 10.0 * workers, longest=45)
     assert found.sizes.tolist() == [5, 6, 7, 8]
-    assert ahead(8, least=3).sizes.tolist() == [3, 4, 5, 6, 7, 8]
     assert ahead(8, capacity=lambda workers: 1.0).sizes.tolist() == [8], "the whole fleet is there anyway"
     assert found.roll(batch([(1, 3)]), 4, price=np.inf).last_workers == 5
     assert found.roll(batch([(1, 3)]), 7).last_workers == 7

@@ -20,7 +20,7 @@ _GOLDEN = 0.6180339887498949
 class Live:
     """The live requests of a fleet, in the order of `FleetStatus.live_requests`.
 
-    rows, worker, generated, pages, own_pages: int64 [n]; own_pages without those that siblings share. tokens: float64
+    rows, worker, generated, own_pages: int64 [n]; own_pages are KV pages that no sibling shares. tokens: float64
     [n], prompt and response, with half a page for the last one, which is not full.
     """
 
@@ -28,7 +28,6 @@ class Live:
     worker: np.ndarray
     generated: np.ndarray
     tokens: np.ndarray
-    pages: np.ndarray
     own_pages: np.ndarray
     decoding: np.ndarray
 
@@ -98,15 +97,12 @@ class Book:
             self.total[rows] = tokens
             self.lengths.finished(rows, tokens)
 
-    def row(self, request_id: str) -> int:
-        return self._rows[request_id]
-
     def live(self, status: FleetStatus) -> Live:
         table = status.live_requests
         rows = np.fromiter(map(self._rows.__getitem__, table.ids), dtype=np.int64, count=len(table.ids))
         tokens = table.prompt_tokens + table.response_tokens + status.page_tokens / 2
         own = table.kv_pages - table.shared_pages
-        return Live(rows, table.worker, table.response_tokens, tokens, table.kv_pages, own, table.decoding)
+        return Live(rows, table.worker, table.response_tokens, tokens, own, table.decoding)
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
         """Mean length of responses that have not begun, by the forecast: float64 [n]."""

@@ -56,7 +56,7 @@ class _Case:
         reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
         slowdown = max(policy.max_slowdown - _UNFORESEEN, policy.max_slowdown / 2)
         self._limit = reference * (1 + slowdown) - before - since
-        self._stay = self.option(len(status.active), policy.lead, np.inf)
+        self.stay = self.option(len(status.active), policy.lead, np.inf)
 
     def option(self, workers: int, lead: float, price: float) -> _Option:
         """To go on on so many workers; those that are active are kept at least until the next decision."""
@@ -71,7 +71,7 @@ class _Case:
 
     def keeps(self, option: _Option) -> bool:
         """Whether the time limit is kept, or as nearly as by not changing anything."""
-        return option.seconds <= max(self._limit, self._stay.seconds)
+        return option.seconds <= max(self._limit, self.stay.seconds)
 
 
 class FlexFloorPolicy(PlannedPolicy):
@@ -154,6 +154,7 @@ class FlexFloorPolicy(PlannedPolicy):
         active = len(status.active)
         if active <= self._min_workers or self._origin is None:
             return None
+        self.ahead(status).time_scale = self.scale
         if active == len(status.workers):
             self._begin(status)  # nothing is lost so far, whatever look-ahead has said
         live, waiting = self.book.live(status), np.array(self.book.waiting, dtype=np.int64)
@@ -169,7 +170,6 @@ class FlexFloorPolicy(PlannedPolicy):
         def keeps(option: _Option) -> bool:
             return all(c.keeps(c.option(option.workers, option.lead, option.price)) for c in cases)
 
-        stay = expected.option(active, self.lead, np.inf)
         least = max(self._min_workers, expected.fewest)
         best: _Option | None = None
         for workers in [m for m in self.ahead(status).sizes.tolist() if least <= m < active] + [active]:
@@ -181,7 +181,7 @@ class FlexFloorPolicy(PlannedPolicy):
                     break
                 if (best is None or option.occupied_s < best.occupied_s) and keeps(option):
                     best = option
-        return None if best is None or best.workers == active else self._plan(best, stay, status)
+        return None if best is None or best.workers == active else self._plan(best, expected.stay, status)
 
     def whole(self, draw: Draw, status: FleetStatus) -> Batch:
         """All that there was to do at the origin, by what is known now."""
@@ -202,11 +202,9 @@ class FlexFloorPolicy(PlannedPolicy):
         return Batch(tokens[begun], left[begun], tokens[waits], left[waits], tokens[waits], self.book.siblings)
 
     def stall_s(self, workers: int, status: FleetStatus) -> float:
-        """Seconds of a change to so many workers: its fixed part, and what each one that stays takes in."""
-        active, costs = len(status.active), status.move_costs
-        share = 1 / workers - 1 / active
-        kv = sum(w.kv_pages_used for w in status.active_workers()) * status.page_bytes
-        return costs.switch_s + share * (status.model.all_expert_bytes + kv) / costs.bytes_per_s
+        """Seconds of the fleet that a change to so many workers takes."""
+        kv = sum(w.kv_pages_used for w in status.active_workers()) * status.page_tokens
+        return self.ahead(status).stall_s(len(status.active), workers, float(kv))
 
     def _plan(self, option: _Option, stay: _Option, status: FleetStatus) -> ResizePlan | None:
         """The plan by which `option.workers` stay, or some more where what is live does not fit on those."""
@@ -221,7 +219,7 @@ class FlexFloorPolicy(PlannedPolicy):
                 continue
             predicted = {
                 "stall_s": self.stall_s(count, status),
-                "remaining_s": option.seconds - (self.stall_s(count, status) if status.iteration else 0.0),
+                "remaining_s": option.seconds - (self.stall_s(option.workers, status) if status.iteration else 0.0),
                 "remaining_occupied_s": option.occupied_s,
                 "saved_worker_s": saved,
             }

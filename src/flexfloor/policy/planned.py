@@ -20,7 +20,7 @@ from flexfloor.world.status import FleetStatus
 _FULL = 0.97  # of a worker's KV memory that a forecast peak may fill
 _RESERVE = 0.05  # by which forecasts are raised for admission
 _SKIPS = 32  # requests that shorter ones may pass while they do not fit
-_UNEVEN = 0.12  # load above the mean that is evened out
+_UNEVEN = 0.04  # load above the mean that is evened out
 _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
 _LASTING = 6.0  # intervals between decisions for which a gain by moves is counted
@@ -143,6 +143,7 @@ class PlannedPolicy:
                 prefill_tokens=status.prefill_tokens,
                 longest=status.longest_tokens + status.page_tokens,
                 moves=status.move_costs,
+                moved=status.model,
             )
         return self._ahead
 
@@ -195,7 +196,7 @@ class PlannedPolicy:
         place = np.full(len(status.workers), -1)
         place[list(workers)] = np.arange(len(workers))
         here, limit = place[live.worker], self.limits(workers, status)
-        homes = even_out(live.tokens, here, live.decoding, limit, status.max_batch, _UNEVEN / 3)
+        homes = even_out(live.tokens, here, live.decoding, limit, status.max_batch, _UNEVEN)
         moving = np.nonzero(homes != here)[0]
         if not len(moving):
             return None

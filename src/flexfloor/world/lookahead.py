@@ -7,11 +7,12 @@ requests are counted by bins, so that a look costs steps, not tokens or requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from flexfloor.progress import ModelShape
 from flexfloor.world.costs import IterationCost, MoveCosts, seconds_core
 from flexfloor.world.jit import numba
 
@@ -46,10 +47,6 @@ class Batch:
         """Most iterations that one of the requests still takes."""
         return float(max(self.left.max(initial=0.0), self.wait_left.max(initial=0.0)))
 
-    @property
-    def size(self) -> int:
-        return len(self.kv) + len(self.wait_kv)
-
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -65,8 +62,10 @@ class LookAhead:
     """What a fleet of up to `most` workers would do with a batch.
 
     capacity: workers → KV tokens that each one holds beside its share of the experts. sizes: group sizes that are
-    considered; those that `capacity` gives too little for one request of `longest` tokens are left out.
-    moves: what a change of the group takes; None for free ones, by which KV is perfectly even too.
+    considered, those of `group_sizes` with room for one request of `longest` tokens.
+    moves: what a change of the group takes; None for free ones, by which KV is perfectly even too. moved: the model
+    whose experts and KV move, where it is not the one that iterations take their time from. time_scale: seconds in
+    which moves are told for one of the cost model; may be set anew.
     """
 
     def __init__(
@@ -79,21 +78,25 @@ class LookAhead:
         prefill_tokens: int,
         longest: float,
         moves: MoveCosts | None = None,
-        least: int = 1,
-        sizes: Sequence[int] | None = None,
+        moved: ModelShape | None = None,
     ) -> None:
         self.cost = cost
-        found = {m: capacity(m) for m in (sizes or group_sizes(most)) if least <= m <= most}
+        self.time_scale = 1.0
+        found = {m: capacity(m) for m in group_sizes(most)}
         kept = [m for m in sorted(found) if found[m] >= longest] or [most]
         self.sizes = np.array(kept, dtype=np.int64)
         self._caps = np.array([m * capacity(m) * _FILL for m in kept])
         self._max_batch, self._prefill = float(max_batch), float(prefill_tokens)
-        shape = cost.shape
+        shape = moved or cost.shape
         self._moves = np.zeros(3)
         self._scattered = moves is not None
         if moves is not None:
             rate = moves.bytes_per_s
             self._moves[:] = moves.switch_s, shape.all_expert_bytes / rate, shape.kv_token_bytes / rate
+
+    def stall_s(self, before: int, after: int, kv_tokens: float) -> float:
+        """Seconds, by the clock of `moves`, that a change from `before` to `after` workers stalls all."""
+        return float(_stall(self._moves, before, after, kv_tokens))
 
     def fewest(self, batch: Batch) -> int:
         """The smallest size that holds what is live, now and as it grows."""
@@ -125,7 +128,8 @@ class LookAhead:
         shares = m * (1 - (1 - 1 / m) ** batch.siblings) / batch.siblings if self._scattered else 1 / batch.siblings
         prefill = batch.wait_prefill * shares
         seconds, occupied, last, iterations = _roll(
-            self.cost.coefficients, self.cost.latency, self.sizes, self._caps, max(index, 0), self._moves,
+            self.cost.coefficients, self.cost.latency, self.sizes, self._caps, max(index, 0),
+            self._moves / self.time_scale,
             batch.kv, batch.left, batch.wait_kv, batch.wait_left, prefill,
             price, hold, self._max_batch, self._prefill, width,
         )  # fmt: skip
@@ -157,10 +161,11 @@ def _seconds(c, latency, workers, live, kv, perfect):
 
 @numba.njit("f8(f8[::1], f8, f8, f8)", cache=True, error_model="numpy")
 def _stall(moves, before, after, kv):
-    """Seconds of a change of the group: what each worker that stays takes in, experts and KV."""
+    """Seconds of a change of the group: its fixed part, and the share of experts and KV that one worker moves: one
+    that leaves sends all it has, one that stays takes in what it will have more. kv: tokens of all."""
     if moves[0] == 0.0 and moves[1] == 0.0:
         return 0.0
-    return moves[0] + moves[1] * (1 / after - 1 / before) + moves[2] * kv / after * (1 - after / before)
+    return moves[0] + max(1 / before, 1 / after - 1 / before) * (moves[1] + moves[2] * kv)
 
 
 @numba.njit(

@@ -234,16 +234,13 @@ class SimulatedFleet(Fleet):
             assert expert.source is not None
             sent[expert.source] += self._shape.expert_bytes
             received[expert.target] += self._shape.expert_bytes
-        free = self._batch.free_pages.copy()
         for move in plan.request_moves:
+            free = int(self._batch.free_pages[move.target])
             self._batch.move(self._rows[move.request_id], move.target, move.with_kv)
-            if move.with_kv:
-                took = free[move.target] - self._batch.free_pages[move.target]
-                free = self._batch.free_pages.copy()
-                sent[move.source] += took * self._page_bytes
-                received[move.target] += took * self._page_bytes
-            else:
-                free = self._batch.free_pages.copy()
+            if move.with_kv:  # pages that siblings there have already do not travel
+                took = (free - int(self._batch.free_pages[move.target])) * self._page_bytes
+                sent[move.source] += took
+                received[move.target] += took
         for worker in plan.leaving:
             self._batch.set_pages(worker, 0)
             self._slots[worker] = 0
