@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol, Self, runtime_checkable
 
-from flexfloor.errors import InputError
+from flexfloor.errors import InputError, PlanRefusedError
 from flexfloor.progress import (
     Decision,
     FleetInfo,
@@ -43,6 +43,7 @@ __all__ = [
     "WorkerIterations",
     "WorkerStatus",
     "load_plugin",
+    "refused",
 ]
 
 
@@ -78,8 +79,10 @@ class Fleet(Protocol):
     def regrow(self) -> float:
         """Bring all workers back and the experts into their training layout. Returns seconds."""
 
-    def load_weights(self, weights: Any) -> None:
+    def load_weights(self, weights: Any, version: int | None = None) -> None:
         """Replace all weights. Only while regrown. weights: a checkpoint folder, or names and tensors of a model.
+
+        version: becomes `info.weights_version`, the training step for one; by default one more than before.
 
         Raises InputError, with the old weights in force, for a name or shape that does not belong or is missing.
         """
@@ -104,6 +107,37 @@ class Fleet(Protocol):
         model: checkpoint folder. options: fields of EngineSettings. Raises InputError.
         """
         return load_plugin("flexfloor.fleets", kind)(model, workers=workers, **options)
+
+
+def refused(error: PlanRefusedError, plan: ResizePlan | None, status: FleetStatus) -> ResizeOutcome:
+    """What became of a plan that was refused: nothing. plan: None where it was refused while it was made.
+
+    Raises `error` where `plan` is something else, which is a mistake in somebody's code.
+    """
+    if plan is None:
+        plan = ResizePlan(status.active, (), (), status.placement)
+    if not isinstance(plan, ResizePlan):
+        raise error
+    busy = {w.worker for w in status.workers if w.live_requests}
+    return ResizeOutcome(
+        epoch=plan.placement.epoch,
+        iteration=status.iteration,
+        members=plan.members,
+        leaving=plan.leaving,
+        joining=plan.joining,
+        experts=len(plan.expert_moves),
+        expert_bytes=0,
+        requests=len(plan.request_moves),
+        requests_recomputed=sum(not move.with_kv for move in plan.request_moves),
+        kv_bytes=0,
+        prepare_s=0.0,
+        commit_s=0.0,
+        reason=plan.reason,
+        left_live=tuple(w for w in plan.leaving if w in busy),
+        predicted=plan.predicted,
+        failed=str(error),
+        refused=True,
+    )
 
 
 def load_plugin(group: str, name: str) -> Any:

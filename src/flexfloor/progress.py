@@ -114,7 +114,8 @@ class ResizeOutcome:
 
     left_live: leaving workers that had live requests, which moved.
     predicted: what the decision counted with, see `ResizePlan`.
-    failed: what went wrong while it was prepared; then nothing has changed and the counts are of the plan.
+    failed: what went wrong while it was prepared, or why the plan was refused; then nothing has changed and the counts
+    are of the plan. refused: it was not begun, so that bytes and seconds are 0.
     """
 
     epoch: int
@@ -133,6 +134,7 @@ class ResizeOutcome:
     left_live: tuple[int, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
     failed: str | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ class FleetInfo:
     threads_per_worker: int
     versions: dict[str, str]
     expert_bytes_loaded: tuple[int, ...] = ()  # per worker
-    weights_version: int = 0  # how often the weights were replaced since the launch
+    weights_version: int = 0  # as load_weights was told, else how often the weights were replaced since the launch
     start_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase of the launch
     pace: float | None = None  # seconds of this fleet for one second of the profile's device
     profile: str | None = None  # name of the device profile; None where time is not made by one

@@ -7,7 +7,7 @@ may have `uid` (the prompt key) and `max_tokens`. Other fields, which datasets h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,24 @@ def read_prompts(
     model, to check the prompts against. need_max_tokens: every row must have its `max_tokens`.
     Raises InputError naming file, line or row, field and remedy.
     """
-    if path.is_dir():
-        raise InputError(f"{path}: prompts is a folder; name a JSONL or Parquet file")
-    rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path)
     prompts = []
-    for where, row in rows:
-        prompts.append(_to_prompt(where, row, tokenizer, vocab_size, max_context))
+    for where, row in read_rows(path):
+        prompts.append(to_prompt(where, row, tokenizer, vocab_size, max_context))
         if need_max_tokens and prompts[-1].max_tokens is None:
             raise InputError(f"{where} has no max_tokens, which --force-lengths prompts takes the length from; add it")
     if not prompts:
         raise InputError(f"{path}: holds no prompts; give at least one row")
     return prompts
+
+
+def read_rows(path: Path, fields: Sequence[str] | None = FIELDS) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) of every row of a JSONL or Parquet file. fields: columns to read of Parquet; None: all.
+
+    Raises InputError naming file, and line or row.
+    """
+    if path.is_dir():
+        raise InputError(f"{path}: prompts is a folder; name a JSONL or Parquet file")
+    return _parquet_rows(path, fields) if path.suffix.lower() == ".parquet" else _json_rows(path)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -88,8 +95,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             raise InputError(f"{where} is not JSON; write one JSON object a line") from None
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file and row, row) with the fields we read, counted from 1."""
+def _parquet_rows(path: Path, fields: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+    """(file and row, row) with the fields named, counted from 1."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -97,7 +104,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{path}: reading Parquet needs pyarrow; pip install 'flexfloor[parquet]'") from None
     try:
         with parquet.ParquetFile(path) as file:
-            columns = [name for name in FIELDS if name in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            columns = names if fields is None else [name for name in fields if name in names]
             number = 0
             for batch in file.iter_batches(columns=columns):
                 # A batch without columns has no rows to list, though it counts them.
@@ -109,7 +117,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{path}: prompts cannot be read as Parquet ({reason})") from None
 
 
-def _to_prompt(where: str, row: Any, tokenizer: Any | None, vocab_size: int | None, max_context: int | None) -> Prompt:
+def to_prompt(where: str, row: Any, tokenizer: Any | None, vocab_size: int | None, max_context: int | None) -> Prompt:
+    """A row as a prompt, see `read_prompts`. where: names the row in errors. Raises InputError."""
     if not isinstance(row, dict):
         raise InputError(f'{where} is not an object; write it like {{"prompt": "…"}}')
     prompt, tokens = row.get("prompt"), row.get("prompt_tokens")
@@ -122,7 +131,7 @@ def _to_prompt(where: str, row: Any, tokenizer: Any | None, vocab_size: int | No
     elif tokenizer is None:
         raise InputError(f"{where}: prompt is text but the model has no tokenizer; give prompt_tokens")
     else:
-        ids = _encode(where, prompt, tokenizer)
+        ids = encode_prompt(where, prompt, tokenizer)
     if vocab_size is not None and max(ids) >= vocab_size:
         raise InputError(
             f"{where}: token id {max(ids)} is outside the model's vocabulary of {vocab_size}; "
@@ -149,10 +158,13 @@ def _check_tokens(where: str, tokens: Any) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _encode(where: str, prompt: Any, tokenizer: Any) -> tuple[int, ...]:
-    """A string with the special tokens its tokenizer adds, or chat messages through the chat template."""
+def encode_prompt(where: str, prompt: Any, tokenizer: Any, **template: Any) -> tuple[int, ...]:
+    """A string with the special tokens its tokenizer adds, or chat messages through the chat template.
+
+    where: what to call the prompt in an error. template: further arguments of `apply_chat_template`. Raises InputError.
+    """
     if isinstance(prompt, list):
-        text, add_special = _apply_template(where, prompt, tokenizer), False
+        text, add_special = _apply_template(where, prompt, tokenizer, template), False
     elif isinstance(prompt, str):
         text, add_special = prompt, True
     else:
@@ -167,7 +179,7 @@ def _encode(where: str, prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     return ids
 
 
-def _apply_template(where: str, messages: list[Any], tokenizer: Any) -> str:
+def _apply_template(where: str, messages: list[Any], tokenizer: Any, options: dict[str, Any]) -> str:
     if not messages:
         raise InputError(f"{where}: prompt has no messages; give at least one")
     clean = []
@@ -176,12 +188,12 @@ def _apply_template(where: str, messages: list[Any], tokenizer: Any) -> str:
             raise InputError(f"{where}: prompt holds a message without role and content; give both as strings")
         # Parquet gives every message the fields of all messages, with nulls; templates tell absent from null.
         clean.append({key: value for key, value in message.items() if value is not None})
-    if not getattr(tokenizer, "chat_template", None):
+    if not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
         raise InputError(f"{where}: prompt is a chat but the tokenizer has no chat template; give a string")
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(clean, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(clean, tokenize=False, add_generation_prompt=True, **options)
     except TemplateError as error:
         raise InputError(f"{where}: the chat template refuses prompt ({error}); change its messages") from None
 

@@ -331,7 +331,7 @@ class EngineFleet(Fleet):
             raise FlexFloorError(f"the workers could not come back: {outcome.failed}")
         return time.monotonic() - begin
 
-    def load_weights(self, weights: Weights) -> None:
+    def load_weights(self, weights: Weights, version: int | None = None) -> None:
         if len(self._members) < self._info.workers or self._bound:
             raise FlexFloorError("weights are replaced between rollouts, when all workers are back")
         staged = StagedWeights(weights, self._checkpoint)
@@ -340,7 +340,7 @@ class EngineFleet(Fleet):
         except BaseException:
             staged.remove()
             raise
-        self._info = replace(self._info, weights_version=self._info.weights_version + 1)
+        self._info = replace(self._info, weights_version=self._info.weights_version + 1 if version is None else version)
         if self._staged is not None:
             self._staged.remove()
         self._staged = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Self
 
@@ -280,9 +281,10 @@ class SimulatedFleet(Fleet):
         self._carry_out(plan, status)
         return self._clock - begin
 
-    def load_weights(self, weights: Any) -> None:
+    def load_weights(self, weights: Any, version: int | None = None) -> None:
         if len(self._members) < self._info.workers:
             raise FlexFloorError("weights are replaced between rollouts, when all workers are back")
+        self._info = replace(self._info, weights_version=self._info.weights_version + 1 if version is None else version)
 
     def status(self) -> FleetStatus:
         batch = self._batch

@@ -11,7 +11,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -185,6 +185,24 @@ class LengthHistory:
                 zip(*(np.asarray(c, np.int64).tolist() for c in columns), strict=True),
             )
         return epoch
+
+    def copy_to(self, path: Path) -> None:
+        """The history as it is now, in a file that appears whole under its name or not at all; one there is replaced.
+
+        Raises FlexFloorError when it cannot be written.
+        """
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.unlink(missing_ok=True)
+            with self._explained(), closing(sqlite3.connect(part)) as copy:
+                self._db.backup(copy)
+            os.replace(part, path)
+        except OSError as error:
+            raise InputError(
+                f"{path}: history cannot be copied there ({error.strerror}); name another folder"
+            ) from None
+        finally:
+            part.unlink(missing_ok=True)
 
     def _next_epoch(self) -> int:
         return int(self._db.execute("SELECT coalesce(max(epoch), -1) + 1 FROM batches").fetchone()[0])

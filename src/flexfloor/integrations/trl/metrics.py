@@ -1,0 +1,87 @@
+"""What a rollout and its training step tell the trainer, under names that begin with `flexfloor/`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainerCallback
+
+from flexfloor.ledger.accounting import Summary
+from flexfloor.ledger.timing import TimeSplit
+
+
+def rollout_metrics(summary: Summary, split: TimeSplit) -> dict[str, float]:
+    """Of one rollout; units stand in the names. released_workers: that gave their memory back before it ended."""
+    resizes = [r for r in summary.resizes if r["failed"] is None]
+    shown: dict[str, float] = {
+        "tokens_per_occupied_s": summary.tokens_per_occupied_s_with_regrow,
+        "tokens_per_occupied_iteration": summary.response_tokens / max(1, summary.occupied_iterations),
+        "throughput_tok_s": summary.throughput_tok_s,
+        "post_finish_share": summary.post_finish_share,
+        "response_tokens": summary.response_tokens,
+        "iterations": summary.iterations,
+        "occupied_iterations": summary.occupied_iterations,
+        "resizes": len(resizes),
+        "released_workers": sum(len(r["leaving"]) for r in resizes),
+        "preemptions": summary.preemptions,
+        "moved_mib": summary.moved_bytes / 2**20,
+        "plan_s": split.plan_s,
+        "prefill_s": split.prefill_s,
+        "decode_s": split.decode_s,
+        "resize_s": split.resize_s,
+        "regrow_s": summary.regrow_s,
+    }
+    if summary.paced_overrun_share is not None:
+        shown["paced_overrun_share"] = summary.paced_overrun_share
+    return shown
+
+
+def log_metrics(trainer: Any, mode: str, values: dict[str, float]) -> None:
+    """Into the store that TRL's own metrics stand in: averaged over a logging step, and told to every logger."""
+    for name, value in values.items():
+        trainer._metrics[mode][f"flexfloor/{name}"].append(float(value))
+
+
+@dataclass
+class StepClock:
+    """Seconds of the training step that is under way."""
+
+    begin: float | None = None
+    rollout_s: float = 0.0  # of the rollout function, from its call to its return
+    generation_s: float = 0.0  # of these, computed tokens and resizes
+    reward_s: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """train_s: forward, backward and optimizer, with what the trainer does besides. overhead_share: of the step,
+        what the rollout function adds beside generation: planning, weights, bookkeeping."""
+        step_s = time.perf_counter() - (self.begin or 0.0)
+        return {
+            "step_s": step_s,
+            "reward_s": self.reward_s,
+            "train_s": max(0.0, step_s - self.rollout_s - self.reward_s),
+            "overhead_share": (self.rollout_s - self.generation_s) / step_s,
+        }
+
+
+@dataclass
+class StepCallback(TrainerCallback):
+    """Times the trainer's steps, and tells when a checkpoint is written."""
+
+    log: Callable[[dict[str, float]], None]
+    save: Callable[[str], None]
+    clock: StepClock = field(default_factory=StepClock)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.clock = StepClock(time.perf_counter())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if self.clock.begin is not None and self.clock.rollout_s:
+            self.log(self.clock.metrics())
+        self.clock = StepClock()
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.is_world_process_zero:
+            self.save(f"{args.output_dir}/checkpoint-{state.global_step}")
