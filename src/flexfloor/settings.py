@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -40,6 +43,25 @@ def explain(error: ValidationError) -> tuple[tuple[str, ...], str]:
         return field, "is not a setting"
     message = first["msg"].removeprefix("Value error, ")
     return field, f"{message[0].lower() + message[1:]}, got {first['input']!r}"
+
+
+def unknown_key(name: str, known: Iterable[str], table: str = "") -> str:
+    """`unknown key 'polcy'; did you mean 'policy'?`, or what there is where nothing comes near. table: its name."""
+    known = list(known)
+    guess = get_close_matches(name, known, 1)
+    remedy = f"did you mean {guess[0]!r}?" if guess else f"there is {', '.join(known)}"
+    return f"unknown key {name!r}{f' in [{table}]' if table else ''}; {remedy}"
+
+
+def read_toml(path: Path, option: str = "") -> dict[str, Any]:
+    """The content of a TOML file. option: that names it. Raises InputError."""
+    where = f"{option} {path}".strip()
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{where} cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{where} is not TOML ({error})") from None
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]

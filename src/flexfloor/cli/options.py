@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import tomllib
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -15,7 +13,16 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from flexfloor.errors import InputError
-from flexfloor.settings import MISSING, EngineSettings, RolloutSettings, SamplingSettings, Settings, explain
+from flexfloor.settings import (
+    MISSING,
+    EngineSettings,
+    RolloutSettings,
+    SamplingSettings,
+    Settings,
+    explain,
+    read_toml,
+    unknown_key,
+)
 
 TABLES: dict[str, type[BaseModel]] = {"sampling": SamplingSettings, "engine": EngineSettings}
 """The fields of settings that hold settings of their own; their fields are options like all others."""
@@ -150,12 +157,7 @@ def parse_settings(model: type[S], config: Path | None, given: Mapping[str, Any]
 
 def _read_config(model: type[Settings], path: Path) -> dict[str, Any]:
     """name → value, tables flattened."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--config {path} cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"--config {path} is not TOML ({error})") from None
+    content = read_toml(path, "--config")
     values: dict[str, Any] = {}
     names = {spelled: name for name, spelled in _SPELLED.items()}
     for key, value in content.items():
@@ -164,9 +166,7 @@ def _read_config(model: type[Settings], path: Path) -> dict[str, Any]:
         known = [name for name in names_of(model) if table is not value or TABLE_OF.get(name) == key]
         for name, entry in table.items():
             if name not in known:
-                guess = get_close_matches(name, known, 1)
-                remedy = f"did you mean {guess[0]!r}?" if guess else f"there is {', '.join(known)}"
-                raise InputError(f"{path}: unknown key {name!r}; {remedy}")
+                raise InputError(f"{path}: {unknown_key(name, known)}")
             if name in values:
                 raise InputError(
                     f"{path}: {name!r} is given twice, alone and in the table {TABLE_OF[name]!r}; keep one"

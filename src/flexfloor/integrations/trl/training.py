@@ -1,0 +1,265 @@
+"""A training run from its settings: everything checked first, then TRL's GRPOTrainer over a FlexFloor fleet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from flexfloor.errors import FlexFloorError, InputError
+from flexfloor.integrations.trl.arguments import check_owned, check_sizes, grpo_fields, make_grpo_config, require_trl
+from flexfloor.integrations.trl.named import importable, told
+from flexfloor.integrations.trl.rewards import watch
+from flexfloor.integrations.trl.settings import OF_FILES, OF_REASONING_GYM, TrainSettings
+from flexfloor.outputs import atomic_write
+from flexfloor.settings import read_toml
+
+Tell = Callable[[str], None]
+
+
+def train(
+    settings: TrainSettings,
+    config: Path,
+    *,
+    resume: bool = False,
+    tell: Tell = lambda text: None,
+    on_log: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> Any:
+    """Run the training that the settings describe. Returns a TrainResult.
+
+    config: file that the settings come from; modules in its folder can be named in it. resume: go on from the newest
+    whole checkpoint in the output folder. tell: gets a line for each step of the way. on_log: told what is logged.
+    Raises InputError before anything is started or written; later FlexFloorError, and RewardError for a reward
+    function at fault. When it breaks off, by an exception of any kind, the last whole step has a checkpoint.
+    """
+    check_owned(settings, config)
+    require_trl(config)
+    check_output(settings.output, config, resume)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("flexfloor train is one process, whose workers it starts itself; run it without a launcher")
+    with importable(config.absolute().parent, Path.cwd()), undone_if_empty(settings.output):
+        return _train(settings, config, resume, tell, on_log)
+
+
+def _train(
+    settings: TrainSettings, config: Path, resume: bool, tell: Tell, on_log: Callable[[dict[str, Any]], None]
+) -> Any:
+    tell("reading model and task")
+    from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
+    from flexfloor.integrations.trl.tasks import load_task
+    from flexfloor.prompts import load_tokenizer
+
+    shape = inspect_checkpoint(settings.model, settings.engine.dtype).shape
+    tokenizer = load_tokenizer(settings.model)
+    if tokenizer is None:
+        raise InputError(f"{settings.model}: the model has no tokenizer, which training needs; add its files")
+    task = load_task(settings.task, config, tokenizer, vocab_size=shape.vocab_size, max_context=shape.max_context)
+    held_out = f", {len(task.eval)} held out" if task.eval else ""
+    tell(f"{len(task.train)} prompts from {task.source}{held_out}")
+
+    from flexfloor.integrations.trl import records
+    from flexfloor.integrations.trl.checkpoints import WholeSteps, newest_whole, save_last_step
+    from flexfloor.integrations.trl.rollout import FlexFloorRollout
+
+    fields = grpo_fields(settings, config, eval_prompts=len(task.eval))
+    begun = newest_whole(settings.output, tell) if resume else None
+    step = begun[0] if begun else 0
+    if resume:
+        tell(f"going on from {begun[1]}" if begun else "no whole checkpoint to go on from: starting from the beginning")
+    evaluate = settings.evaluate and bool(task.eval)
+    args = make_grpo_config(
+        fields | {"model_init_kwargs": None}, settings, config, evaluate_first=evaluate and not begun
+    )
+    check_sizes(args, settings, config, train=len(task.train), held_out=len(task.eval))
+
+    steps = WholeSteps()
+    with ExitStack() as stack:
+        threads = stack.enter_context(fixed_arithmetic(settings, on_cpu=args.device.type == "cpu"))
+        rollout: FlexFloorRollout  # launched last, when nothing else can be refused any more
+        rewards = [
+            watch(reward, lambda seconds: rollout.add_reward_seconds(seconds), settings.output / records.ERROR)
+            for reward in task.rewards
+        ]
+        # Not left to the trainer: it would take the experts, which files hold one by one, for missing.
+        model = load_model(begun[1] if begun else settings.model, settings, config, fields["model_init_kwargs"])
+        trainer = make_trainer(
+            config,
+            model=model,
+            reward_funcs=rewards,
+            args=args,
+            train_dataset=dataset_of(task.train, f"{config}: task.train"),
+            eval_dataset=dataset_of(task.eval, f"{config}: task.eval") if task.eval else None,
+            processing_class=tokenizer,
+            rollout_func=lambda prompts, trainer: rollout(prompts, trainer),
+            callbacks=[steps],
+        )
+        engine = settings.engine.model_dump() | {"dtype": str(model.dtype).removeprefix("torch.")}
+        rollout = stack.enter_context(
+            FlexFloorRollout(
+                settings.model,
+                workers=settings.workers,
+                policy=settings.policy,
+                knowledge=settings.knowledge,
+                history=settings.rollout_history,
+                max_slowdown=settings.max_slowdown,
+                min_workers=settings.min_workers,
+                chunk=settings.chunk,
+                check_responses=settings.check_responses,
+                ledgers=settings.output / records.LEDGERS,
+                on_phase=tell,
+                **engine,
+            )
+        )
+        write_config(settings, fields, threads, args.device.type, tell)
+        metrics = records.MetricsFile(settings.output / records.METRICS, from_step=step, on_log=on_log)
+        stack.callback(metrics.close)
+        trainer.add_callback(metrics)
+        try:
+            trainer.train(resume_from_checkpoint=str(begun[1]) if begun else None)
+            reached = trainer.state.global_step
+            if evaluate and reached not in dict(records.evaluations(metrics.records)):
+                trainer.evaluate()
+            tell("saving the model")
+            save_model(trainer, settings.output / records.MODEL)
+        except BaseException as error:
+            steps.release()
+            save_last_step(trainer, steps, tell)
+            if isinstance(error, FlexFloorError) or not isinstance(error, Exception):
+                raise
+            raise failure(error, trainer.state.global_step + 1, settings.output / records.ERROR) from error
+    seen = records.evaluations(metrics.records)
+    return records.TrainResult(
+        steps=reached,
+        reward_before=seen[0][1] if seen and seen[0][0] == 0 else None,
+        reward_after=seen[-1][1] if seen and seen[-1][0] == reached else None,
+        epochs=records.epochs_of(metrics.records),
+        files={name: settings.output / name for name in (records.MODEL, records.METRICS, records.LEDGERS)},
+    )
+
+
+def check_output(output: Path, config: Path, resume: bool) -> None:
+    """Raises InputError for an output folder that this run would mix its files with."""
+    if output.exists() and not output.is_dir():
+        raise InputError(f"{config}: output {output} is a file; name a folder")
+    folder = next(p for p in (output.absolute(), *output.absolute().parents) if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{config}: output {output}: {folder} is not a folder that can be written to; name another")
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    if not resume:
+        raise InputError(f"{config}: output {output} holds files already; name a new folder, or go on with --resume")
+    if not (output / "config.toml").is_file():
+        raise InputError(f"{config}: output {output} holds no run of flexfloor train (no config.toml); name another")
+
+
+@contextmanager
+def undone_if_empty(folder: Path) -> Iterator[None]:
+    """Folders that were made inside the block and hold nothing when it fails go again."""
+    absent = [p for p in (folder.absolute(), *folder.absolute().parents) if not p.exists()]
+    try:
+        yield
+    except BaseException:
+        for made in absent:
+            try:
+                made.rmdir()
+            except OSError:
+                break
+        raise
+
+
+@contextmanager
+def fixed_arithmetic(settings: TrainSettings, *, on_cpu: bool) -> Iterator[int]:
+    """Inside the block torch computes with a fixed number of threads, which it gives, and the same on every run."""
+    import torch
+
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads = settings.trainer_threads or before[0]
+    torch.set_num_threads(threads)
+    if settings.deterministic or (settings.deterministic is None and on_cpu):
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+
+
+def load_model(folder: Path, settings: TrainSettings, config: Path, options: Any) -> Any:
+    """The trainer's model, in the precision that [trl] or [engine] asks for, else that of the checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    if not isinstance(options, dict | None):
+        raise InputError(f"{config}: [trl] model_init_kwargs is {options!r}; give a table")
+    options = {"dtype": settings.engine.dtype, "local_files_only": True} | (options or {})
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(folder), **options)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise InputError(f"{folder}: the model cannot be loaded ({told(error)})") from error
+
+
+def dataset_of(rows: list[dict[str, Any]], where: str) -> Any:
+    """Rows as a datasets.Dataset. Raises InputError for columns of mixed types."""
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})
+    except Exception as error:  # ArrowInvalid and relatives
+        raise InputError(f"{where}: a column holds values of several types ({told(error)}); give it one") from error
+
+
+def make_trainer(config: Path, **arguments: Any) -> Any:
+    """Raises InputError for what TRL refuses."""
+    from flexfloor.integrations.trl.trainer import Trainer
+
+    arguments["processing_class"].padding_side = "left"  # as TRL wants it
+    try:
+        return Trainer(**arguments)
+    except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise InputError(f"{config}: [trl] {told(error)}") from error
+
+
+def write_config(settings: TrainSettings, fields: Mapping[str, Any], threads: int, device: str, tell: Tell) -> None:
+    """Every field with the value it has; what a resumed run has other than before is told."""
+    from flexfloor.integrations.trl.records import CONFIG, changed, to_toml
+
+    resolved = settings.model_dump(mode="json") | {"trl": dict(fields), "trainer_threads": threads}
+    if settings.deterministic is None:
+        resolved["deterministic"] = device == "cpu"
+    other = OF_FILES if settings.task.train is None else OF_REASONING_GYM
+    resolved["task"] = {name: value for name, value in resolved["task"].items() if name not in other}
+    file = settings.output / CONFIG
+    text = to_toml(resolved)
+    if file.exists():
+        import tomllib
+
+        for change in changed(read_toml(file), tomllib.loads(text)):
+            tell(f"changed since the run began: {change}")
+    with atomic_write(file) as out:
+        out.write(text)
+
+
+def save_model(trainer: Any, folder: Path) -> None:
+    """The trained model as a checkpoint folder with its tokenizer, whole or not there."""
+    from flexfloor.integrations.trl.checkpoints import save_whole
+
+    unfinished = folder.with_name(f".{folder.name}")
+    save_whole(lambda: trainer.save_model(str(unfinished)), unfinished)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def failure(error: Exception, step: int, file: Path) -> FlexFloorError:
+    """What broke the training off, as one line; its traceback goes to the file."""
+    where = ""
+    try:
+        with atomic_write(file) as out:
+            out.write("".join(traceback.format_exception(error)))
+        where = f"; see {file}"
+    except FlexFloorError:  # a full disk must not hide the error
+        pass
+    remedy = "; set deterministic = false" if "deterministic" in str(error) else ""
+    return FlexFloorError(f"training failed in step {step} ({told(error)}){remedy}{where}")
