@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexfloor.errors import FlexFloorError, InputError
-from flexfloor.fleet import Fleet, Progress
+from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError
+from flexfloor.fleet import Fleet, Progress, refused
 from flexfloor.ledger.accounting import Summary, summarize
 from flexfloor.ledger.events import (
     LedgerWriter,
@@ -31,7 +31,7 @@ from flexfloor.requests import Request, Response, hash_responses, shuffle
 from flexfloor.world.lengths.base import Lengths, check_oracle
 from flexfloor.world.lengths.observations import Split
 from flexfloor.world.lengths.store import History, load_history, remember
-from flexfloor.world.profiles import PROFILES, DeviceProfile, load_profile
+from flexfloor.world.profiles import DeviceProfile, load_profile, profile_of
 from flexfloor.world.status import FleetStatus
 
 if TYPE_CHECKING:
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
 
 _busy: weakref.WeakSet[Fleet] = weakref.WeakSet()  # fleets with a rollout on them
 _PAUSE_AFTER_FAILURE = 8  # looks of the driver
-
-
-def _profile_of(fleet: Fleet) -> str:
-    """What a fleet runs on, where nobody says it."""
-    info = fleet.info
-    return info.profile if info.profile in PROFILES else "cpu" if info.device == "cpu" else "h200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,7 @@ class Rollout:
                 max_slowdown=max_slowdown,
                 min_workers=min_workers,
                 workers=fleet.info.workers,
-                profile=profile if isinstance(profile, DeviceProfile) else load_profile(profile or _profile_of(fleet)),
+                profile=load_profile(profile or profile_of(fleet.info)),
                 time_scale=fleet.info.pace or 1.0,
             )
         self._fleet, self._policy, self._chunk = fleet, policy, chunk
@@ -125,6 +119,7 @@ class Rollout:
         self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(Path(ledger) if ledger else None)
         self._on_progress = on_progress
         self._pause = 0  # looks of the driver until resizes are tried again
+        self._warned = False  # that the fleet refused a plan
         self._arrived: deque[Request] = deque()
         self._sealed = False
         self._changed = threading.Condition()
@@ -230,20 +225,25 @@ class Rollout:
         return self._bind(queue, assignment, status.iteration)
 
     def _resize(self, queue: Sequence[Request]) -> None:
-        """Carry out what the policy decides; a plan that fails changes nothing, and none is tried for a while."""
+        """Carry out what the policy decides. What fails or is refused changes nothing; none is tried for a while."""
         if self._pause > 0:
             self._pause -= 1
             return
-        status = self._fleet.status()
-        plan = self._policy.decide(queue, status)
-        self._note_decisions(status.iteration)
-        if plan is None:
-            return
-        begin = self._now
-        outcome = self._fleet.apply(plan)
+        status, plan, begin = self._fleet.status(), None, self._now
+        try:
+            plan = self._policy.decide(queue, status)
+            self._note_decisions(status.iteration)
+            if plan is None:
+                return
+            begin, outcome = self._now, self._fleet.apply(plan)
+        except PlanRefusedError as error:
+            outcome = refused(error, plan, status)
         self._ledger.write(resize_record(begin, self._now, outcome))
         if outcome.failed is not None:
             self._pause = _PAUSE_AFTER_FAILURE
+            if outcome.refused and not self._warned:
+                self._warned, told = True, f"a plan of policy {self._policy.name} was refused: {outcome.failed}"
+                warnings.warn(f"{told}; the rollout goes on without it", RuntimeWarning, stacklevel=2)
         elif self._on_release:
             for worker in outcome.leaving:
                 self._on_release(worker)

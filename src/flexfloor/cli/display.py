@@ -126,8 +126,9 @@ def _totals(summary: Summary) -> Table:
         "post-finish share": f"{summary.post_finish_share:.1%}",
     }
     if summary.resizes:
-        failed = sum(r["failed"] is not None for r in summary.resizes)
-        note = f", {failed} failed" if failed else ""
+        refused = sum(r.get("refused", False) for r in summary.resizes)
+        failed = sum(r["failed"] is not None for r in summary.resizes) - refused
+        note = "".join(f", {n} {what}" for n, what in ((failed, "failed"), (refused, "refused")) if n)
         rows["resizes"] = (
             f"{len(summary.resizes)}{note} ({summary.stall_s:.2f} s, {format_bytes(summary.moved_bytes)} moved)"
         )

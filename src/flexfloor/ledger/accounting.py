@@ -13,8 +13,8 @@ post_finish(w) the part of it after the last live request of w ended or left:
     stall_s                            = Σ (t1 − t0) over all resizes, failed ones too
     moved_bytes                        = bytes of experts and KV over all resizes that were carried out
 
-A resize that failed releases nobody. Of a worker that is released, the time up to the end of that resize is occupied.
-The same in iterations instead of seconds is exact and independent of the machine.
+A resize that failed or was refused releases nobody. Of a worker that is released, the time up to the end of that resize
+is occupied. The same in iterations instead of seconds is exact and independent of the machine.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ chunk    one advance: per-worker arrays with one entry an iteration, responses t
          for, as their mean, and `last_live` the iterations of a worker up to its last one with a live request
 decision what a policy decided beside resizes: `what`, `reason`, and what it counted with (`predicted`)
 resize   a change of the active set, or moves without one: who, what, and how long it took; `failed` says why it was not
-         carried out
+         carried out, `refused` whether it was not even begun
 end      once, last: outcome, hashes, the closing status of every worker
 
 Times `t*` are seconds since the first request was handed over.

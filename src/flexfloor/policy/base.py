@@ -24,7 +24,11 @@ class Policy(Protocol):
         """Which waiting requests to bind now, in this order: worker → request ids."""
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
-        """A resize or moves to carry out now."""
+        """A resize or moves to carry out now.
+
+        After a plan that failed, or that the fleet refused, nothing has changed; the rollout goes on, and does not ask
+        for the next few looks. `admit` is still called, so that requests that arrive then may be seen there first.
+        """
 
 
 class Observer(Protocol):

@@ -101,12 +101,16 @@ class FlexFloorPolicy(PlannedPolicy):
         self._start = 0.0
         self._origin: tuple[float, np.ndarray, np.ndarray] | None = None  # clock, generated and rows at that time
 
-    def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
-        if self.book.take(queue):
-            self._choose_order(status)
+    def take(self, queue: Sequence[Request], status: FleetStatus) -> bool:
+        arrived = super().take(queue, status)
+        if arrived:
             self._begin(status)
             self._start = status.clock_s
             self._next = 0
+        return arrived
+
+    def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
+        self.take(queue, status)
         self._settle(status)
         if not self.book.waiting and status.live == 0:
             return None

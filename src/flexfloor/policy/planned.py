@@ -61,8 +61,7 @@ class PlannedPolicy:
         self._decisions: list[Decision] = []
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
-        if self.book.take(queue):
-            self._choose_order(status)
+        self.take(queue, status)
         if not self.book.waiting:
             return {}
         workers, live = self.workers(status), self.book.live(status)
@@ -90,12 +89,18 @@ class PlannedPolicy:
         return assignment
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
-        if self.book.take(queue):
-            self._choose_order(status)
+        self.take(queue, status)
         if status.live == 0:
             return None
         full = self.is_full(status)
         return self.even_out(status, full) if self.is_due(status) or full else None
+
+    def take(self, queue: Sequence[Request], status: FleetStatus) -> bool:
+        """Note what has arrived, whichever verb sees it first. Returns whether something has."""
+        arrived = self.book.take(queue)
+        if arrived:
+            self._choose_order(status)
+        return arrived
 
     def observe(self, progress: Progress) -> None:
         self.book.observe(progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexfloor.errors import InputError
-from flexfloor.progress import ModelShape
+from flexfloor.progress import FleetInfo, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,14 @@ class MoveCosts:
         return cls(profile.move_bytes_per_s, speed, profile.switch_s, profile.pause_s)
 
 
-def load_profile(source: str | Path) -> DeviceProfile:
-    """A profile by its name in PROFILES, or from a TOML file with the fields of DeviceProfile (`name` may be missing).
+def load_profile(source: str | Path | DeviceProfile) -> DeviceProfile:
+    """A profile by its name in PROFILES, or from a TOML file with the fields of DeviceProfile (`name` may be missing);
+    one that is loaded stays as it is.
 
     Raises InputError, on one line, with the choices or with the key at fault.
     """
+    if isinstance(source, DeviceProfile):
+        return source
     if str(source) in PROFILES:
         return PROFILES[str(source)]
     path = Path(source)
@@ -158,3 +161,8 @@ PROFILES: dict[str, DeviceProfile] = {
     name: _read_profile(_FOLDER / f"{name}.toml") for name in ("h200", "h800", "slow", "cpu")
 }
 """The profiles that come with FlexFloor, by name; each file says where its numbers come from."""
+
+
+def profile_of(info: FleetInfo) -> str:
+    """Name of what a fleet runs on, where nobody says it."""
+    return info.profile if info.profile in PROFILES else "cpu" if info.device == "cpu" else "h200"
