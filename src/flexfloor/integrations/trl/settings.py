@@ -137,7 +137,7 @@ def read_settings(config: Path, changes: Sequence[str] = ()) -> TrainSettings:
         # A check of a whole table shows all of it; the table's name is enough.
         if error.errors()[0]["type"] == "value_error":
             message = message.partition(", got ")[0]
-        name = ".".join(part for part in field if part not in ("literal[False]", "path"))
+        name = ".".join(field[: 2 if field[0] in TABLES else 1])  # deeper are the alternatives of a type
         raise InputError(f"{config}: {name}: {message}".replace(": is missing", " is missing; add it")) from None
 
 

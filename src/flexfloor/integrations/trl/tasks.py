@@ -64,7 +64,7 @@ def load_task(task: TaskSettings, config: Path, tokenizer: Any, *, vocab_size: i
 def _reward(where: str, name: str) -> Callable[..., Any]:
     reward = load_named(where, name)
     if not callable(reward):
-        raise InputError(f"{where}: {name!r} is a {type(reward).__name__}; name a function")
+        raise InputError(f"{where}: {name!r} is no function ({type(reward).__name__}); name one")
     if isinstance(reward, type):
         raise InputError(f"{where}: {name!r} is a class; name a function, or an object that can be called")
     return reward
@@ -76,7 +76,9 @@ def _rows(where: str, source: str, arguments: Mapping[str, Any]) -> list[tuple[s
     if is_named(source):
         function = load_named(where, source)
         if not callable(function):
-            raise InputError(f"{where}: {source!r} is a {type(function).__name__}; name a function that returns rows")
+            raise InputError(
+                f"{where}: {source!r} is no function ({type(function).__name__}); name one that returns rows"
+            )
         try:
             made = function(**arguments)
             rows = [(f"{source}: row {number}", row) for number, row in enumerate(made, 1)]

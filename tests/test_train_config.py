@@ -1,0 +1,229 @@
+"""Config files of `flexfloor train`: what is in them, what is refused, and that nothing heavy is loaded for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from flexfloor.cli import main
+from flexfloor.errors import InputError
+from flexfloor.integrations.trl.arguments import OWNED, check_owned
+from flexfloor.integrations.trl.settings import OF_FILES, OF_REASONING_GYM, TaskSettings, TrainSettings, read_settings
+from flexfloor.settings import EngineSettings, Settings
+
+REPOSITORY = Path(__file__).parents[1]
+DOCUMENT = REPOSITORY / "docs" / "training.md"
+NEEDED = 'model = "m"\noutput = "o"\n'
+TASK = '[task]\ntrain = "p.jsonl"\nreward = "rewards:exact"\n'
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "config.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_file_and_changes_make_settings(tmp_path: Path):
+    text = NEEDED + "history = false\n" + TASK + '[trl]\nlearning_rate = 1e-5\n[engine]\nworker_memory = "1GiB"\n'
+    changes = ["trl.seed=3", "output=runs/new", "trl.bf16=false", "engine.pace = 2"]
+    settings = read_settings(write(tmp_path, text), changes)
+    assert (settings.model, settings.output, settings.policy) == (Path("m"), Path("runs/new"), "flexfloor")
+    assert (settings.rollout_history, settings.engine.worker_memory, settings.engine.pace) == (None, 2**30, 2)
+    assert settings.trl == {"learning_rate": 1e-5, "seed": 3, "bf16": False}
+    assert settings.task.reward == ("rewards:exact",)
+    assert read_settings(write(tmp_path, NEEDED + TASK)).rollout_history == "auto"
+    assert read_settings(write(tmp_path, NEEDED + 'history = "h"\n' + TASK)).rollout_history == Path("h")
+
+
+GYM = '[task]\nreasoning_gym = "chain_sum"\n'
+REFUSED: dict[str, tuple[str, str]] = {
+    "unknown key": ('polcy = "x"\n' + TASK, "config.toml: unknown key 'polcy'; did you mean 'policy'?"),
+    "unknown key of the task": (TASK + 'rewrd = "x"', "unknown key 'rewrd' in [task]; did you mean 'reward'?"),
+    "unknown key of the engine": (TASK + "[engine]\npase = 1", "unknown key 'pase' in [engine]; did you mean 'pace'?"),
+    "unknown table": (TASK + "[fleet]\nworkers = 1", "unknown key 'fleet'; there is model, output, workers"),
+    "no task": ("", "config.toml: task is missing"),
+    "task that is no table": ("task = 3", "config.toml: task: "),
+    "trl that is no table": ("trl = 3\n" + TASK, "config.toml: trl: "),
+    "number out of range": ("workers = 0\n" + TASK, "workers: input should be greater than or equal to 1, got 0"),
+    "number of the engine": (TASK + "[engine]\npace = 0", "engine.pace: input should be greater than 0, got 0"),
+    "oracle": ('knowledge = "oracle"\n' + TASK, "config.toml: knowledge: input should be 'auto', 'none', 'history'"),
+    "history that is true": ("history = true\n" + TASK, "config.toml: history: "),
+    "no prompts": ('[task]\nreward = "a:b"', "config.toml: task: give either train or reasoning_gym"),
+    "two sources": (TASK + 'reasoning_gym = "chain_sum"', "config.toml: task: give either train or reasoning_gym"),
+    "no reward": ('[task]\ntrain = "p.jsonl"', "config.toml: task: reward is missing; give a function like"),
+    "field of the other source": (TASK + "size = 3", "config.toml: task: size does not go with train; leave it out"),
+    "arguments without a function": (GYM + "arguments = {}", "task: arguments does not go with reasoning_gym"),
+    "template": (GYM + 'prompt_template = "Q:"', "task: prompt_template does not hold {question}"),
+    "no TOML": ("model =", "config.toml is not TOML"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_file_and_key(tmp_path: Path, case: str):
+    text, told = REFUSED[case]
+    with pytest.raises(InputError) as caught:
+        read_settings(write(tmp_path, NEEDED + text))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["trl", "=3", "trl..seed=1", "workers.x=1"])
+def test_changes_that_are_none(tmp_path: Path, change: str):
+    with pytest.raises(InputError, match=r"--set .*write it like trl\.seed=3"):
+        read_settings(write(tmp_path, "workers = 1\n" + NEEDED + TASK), [change])
+
+
+@pytest.mark.parametrize("name", [*OWNED, "vllm_mode"])
+def test_fields_of_trl_that_are_ours_come_with_a_remedy(tmp_path: Path, name: str):
+    file = write(tmp_path, NEEDED + TASK)
+    with pytest.raises(InputError, match=rf"config.toml: \[trl\] {name} cannot be given: .+"):
+        check_owned(read_settings(file, [f"trl.{name}=0.5"]), file)
+
+
+def test_neutral_values_of_them_pass(tmp_path: Path):
+    file = write(tmp_path, NEEDED + TASK)
+    check_owned(read_settings(file, ["trl.repetition_penalty=1.0", "trl.generation_kwargs={}"]), file)
+
+
+def test_bad_configs_load_nothing_heavy(tmp_path: Path):
+    file = write(tmp_path, NEEDED + TASK + "[trl]\nmin_p = 0.5\n")
+    code = (
+        "import sys, flexfloor.cli as c; r = c.main(['train', sys.argv[1]]); c.main(['train', '--help'])\n"
+        "print(r, sorted({m.partition('.')[0] for m in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "min_p cannot be given" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("2 [")
+    for heavy in ("torch", "transformers", "trl", "datasets"):
+        assert f"'{heavy}'" not in done.stdout.splitlines()[-1]
+
+
+def test_a_missing_config_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["train", str(tmp_path / "none.toml")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("flexfloor: error: ")
+    assert "none.toml cannot be read" in err
+
+
+def test_the_output_folder_of_something_else_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = write(tmp_path, TASK)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("x")
+    set_ = ["--set", f"model={tmp_path}", "--set", f"output={tmp_path}/out"]
+    for options, told in (([], "holds files already; name a new folder"), (["--resume"], "holds no run of flexfloor")):
+        assert main(["train", str(file), *set_, *options]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["train", str(file), "--set", f"model={tmp_path}", "--set", f"output={file}"]) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def shown(default: object) -> str:
+    """A default as it would stand in the file; nothing where there is none."""
+    if isinstance(default, Settings) or default in (None, {}, ()):
+        return ""
+    text = json.dumps(default, ensure_ascii=False)
+    return f"`{text}`"
+
+
+def rows(model: type[Settings]) -> list[str]:
+    """The table that documents a model."""
+    lines = ["| field | default | meaning |", "|---|---|---|"]
+    for name, field in model.model_fields.items():
+        default = "needed" if field.is_required() else shown(field.default)
+        lines.append(f"| `{name}` | {default} | {field.description} |")
+    return lines
+
+
+def owned() -> list[str]:
+    lines = ["| field | instead |", "|---|---|"]
+    remedies: dict[str, list[str]] = {}
+    for name, remedy in [*OWNED.items(), ("vllm_…", OWNED["use_vllm"])]:
+        remedies.setdefault(remedy, []).append(f"`{name}`")
+    return lines + [f"| {', '.join(names)} | {remedy} |" for remedy, names in remedies.items()]
+
+
+TABLES = {"settings": rows(TrainSettings), "task": rows(TaskSettings), "engine": rows(EngineSettings), "owned": owned()}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_document_has_every_field_as_it_is(table: str):
+    """FLEXFLOOR_WRITE_DOCS=1 writes the tables anew."""
+    text, wanted = DOCUMENT.read_text(encoding="utf-8"), "\n".join(TABLES[table])
+    pattern = rf"(<!-- {table} -->\n)(?:\n(?:\|.*\n)+)?"
+    if os.environ.get("FLEXFLOOR_WRITE_DOCS"):
+        text = re.sub(pattern, lambda m: f"{m[1]}\n{wanted}\n", text)
+        DOCUMENT.write_text(text, encoding="utf-8")
+    found = re.search(pattern, text)
+    assert found is not None
+    assert found[0].strip().splitlines()[2:] == wanted.splitlines()
+
+
+def test_the_document_s_example_is_a_config(tmp_path: Path):
+    blocks = re.findall(r"^```toml\n((?:.*\n)*?)```$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        file = write(tmp_path, block)
+        check_owned(read_settings(file), file)
+
+
+def test_fields_of_one_source_are_fields():
+    assert {*OF_FILES, *OF_REASONING_GYM} <= set(TaskSettings.model_fields)
+
+
+def test_a_config_survives_being_written():
+    from flexfloor.integrations.trl.records import changed, to_toml
+
+    values = {
+        "a": 'say "x"\n\\ \x7f ü', "b": [1, 2.5, True, "x"], "c": 1e-05, "n": None, "e": float("inf"), "f": [],
+        "t": {"k": {"deep key": [{"x": 1}], "none": None}, "dotted.key": -3, "none": None},
+    }  # fmt: skip
+    back = tomllib.loads(to_toml(values))
+    assert back == {
+        "a": values["a"], "b": [1, 2.5, True, "x"], "c": 1e-05, "e": float("inf"), "f": [],
+        "t": {"k": {"deep key": [{"x": 1}]}, "dotted.key": -3},
+    }  # fmt: skip
+    assert list(changed(back, back | {"c": 2, "t": back["t"] | {"new": 1}})) == ["c 1e-05 → 2", "t.new None → 1"]
+
+
+def test_metrics_files_are_cut_at_the_step_that_a_run_goes_on_from(tmp_path: Path):
+    from flexfloor.integrations.trl.records import Epoch, MetricsFile, epochs_of, evaluations, read_metrics
+
+    class State:
+        global_step, max_steps = 1, 4
+
+    file = tmp_path / "metrics.jsonl"
+    told: list[dict] = []
+    first = MetricsFile(file, from_step=0, on_log=told.append)
+    for step in (1, 2, 3):
+        State.global_step = step
+        first.on_log(None, State, None, {"reward": 0.5, "loss": float("nan"), "epoch": step / 2})
+    first.close()
+    file.write_text(file.read_text() + '{"step": 4, "rew')  # killed while it wrote
+    again = MetricsFile(file, from_step=2, on_log=told.append)
+    State.global_step = 3
+    rates = {"flexfloor/response_tokens": 300, "flexfloor/tokens_per_occupied_s": 30.0}
+    again.on_log(None, State, None, {"reward": 0.1, "epoch": 1.5} | rates)
+    rates = {"flexfloor/response_tokens": 100, "flexfloor/tokens_per_occupied_s": 2.0}
+    again.on_log(None, State, None, {"reward": 0.3, "epoch": 2.0} | rates)
+    again.on_log(None, State, None, {"eval_reward": 0.2, "epoch": 2.0})
+    again.close()
+    records = read_metrics(file)
+    assert [(r["step"], r.get("reward")) for r in records] == [(1, 0.5), (2, 0.5), (3, 0.1), (3, 0.3), (3, None)]
+    assert (records[0]["loss"], len(told)) == (None, 6)
+    assert epochs_of(records) == [Epoch(1, 2, 0.5, None), Epoch(2, 2, pytest.approx(0.2), 400 / 60)]
+    assert evaluations(records) == [(3, 0.2)]
