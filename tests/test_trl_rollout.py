@@ -163,7 +163,7 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(model: Path, tmp_pa
     def run(resume: bool, weights: Path) -> tuple[Any, list[str]]:
         with deterministic(), FlexFloorRollout(model, workers=2, worker_memory=MEMORY) as own:
             recording = Recording(own)
-            steps = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+            steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
             trainer = make_trainer(model, tmp_path, recording, weights=weights, **steps)
             trainer.train(resume_from_checkpoint=str(saved) if resume else None)
         return trainer, recording.hashes

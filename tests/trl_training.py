@@ -102,7 +102,8 @@ def train(
     model: Path, out: Path, *, tamper_with: int | None = None, options: dict[str, Any] | None = None, **changes: Any
 ) -> Record:
     """tamper_with: rollout in which one token is altered. options: of FlexFloorRollout."""
-    with deterministic(), FlexFloorRollout(model, **({"workers": 2, "worker_memory": MEMORY} | (options or {}))) as own:
+    fleet: dict[str, Any] = {"workers": 2, "worker_memory": MEMORY} | (options or {})
+    with deterministic(), FlexFloorRollout(model, **fleet) as own:
         recording = Recording(own, tamper_with)
         trainer = make_trainer(model, out, recording, **changes)
         trainer.train()
