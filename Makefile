@@ -30,7 +30,7 @@ FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.p
   test_prompts.py test_resize.py test_weights.py)
 GYM_TESTS := tests/test_train_tasks.py
 
-.PHONY: help setup demo demo-real test test-reasoning-gym test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates bench-simulator lint clean
+.PHONY: help setup demo demo-real test test-reasoning-gym test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -105,6 +105,9 @@ bench-gates: setup  ## simulated: what releasing workers must be worth, wanted a
 bench-simulator: setup  ## simulated against real and against emulated runs on this machine (an idle one)
 	$(BIN)/python benchmarks/check_simulator.py
 	$(BIN)/python benchmarks/check_simulator.py --emulate 8
+
+bench-lengths: setup $(COUNTING)/config.json  ## training: what learning response lengths is worth, and what wrong ones cost
+	$(BIN)/python benchmarks/bench_lengths.py
 
 bench-real: $(SMOLLM2)/config.json  ## real text: against stock transformers, rightness and speed (12 GB memory)
 	$(BIN)/python benchmarks/bench_real.py --model $(SMOLLM2)

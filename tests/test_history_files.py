@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_history import rows_of, step
 
 from flexfloor.cli import main
-from flexfloor.errors import InputError
+from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.world.lengths.exchange import export_history, import_history
 from flexfloor.world.lengths.observations import MOST, Observations
 from flexfloor.world.lengths.store import LengthHistory
@@ -239,3 +239,20 @@ def test_a_history_that_may_not_be_written_can_be_read(tmp_path: Path, capsys: p
     assert main(["history", "show", str(tmp_path / "lengths.db")]) == 0
     with LengthHistory(tmp_path / "lengths.db") as history, pytest.raises(InputError, match="cannot be written"):
         history.observe_lengths(step())
+
+
+def test_a_copy_is_whole_or_not_there(tmp_path: Path):
+    source, copy = tmp_path / "lengths.sqlite", tmp_path / "copy.sqlite"
+    with full(source) as history:
+        history.copy_to(copy)
+        expected = rows_of(history.load())
+        with LengthHistory(copy, create=False) as other:
+            assert rows_of(other.load()) == expected
+            other.observe_lengths(Observations.from_lengths(["new"], [0], [5], max_tokens=9))
+        assert rows_of(history.load()) == expected, "the two are separate"
+        history.copy_to(copy)  # in place of the one that is there
+        with LengthHistory(copy, create=False) as other:
+            assert rows_of(other.load()) == expected
+        with pytest.raises(FlexFloorError, match=r"nowhere/copy\.sqlite: .*lengths\.sqlite cannot be copied there"):
+            history.copy_to(tmp_path / "nowhere" / "copy.sqlite")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["copy.sqlite", "lengths.sqlite"]

@@ -63,6 +63,8 @@ def test_an_update_equals_a_fresh_launch_bit_for_bit(checkpoint: Callable, other
             assert hashes(run(fleet, consolidate())) == fresh(model)
             assert fresh(model) != old
         assert fleet.info.weights_version == 4
+        fleet.load_weights(first, version=1000)
+        assert fleet.info.weights_version == 1000
 
 
 def test_updates_beside_resizes_and_two_in_a_row(checkpoint: Callable, others: Callable) -> None:

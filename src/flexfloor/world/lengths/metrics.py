@@ -101,16 +101,21 @@ def forecast_quantiles(
 
 
 def score_last_epoch(observed: Observations) -> dict[str, Scores]:
-    """The newest epoch forecast before it began: from the earlier epochs (history), from these without knowing which
-    prompt is which (pooled), and from nothing (none).
-
-    Of a large epoch every so many responses are taken. Raises InputError where there are fewer than two epochs.
-    """
+    """`score_epoch` of the newest epoch. Raises InputError where there are fewer than two epochs."""
     if len(np.unique(observed.epoch)) < 2:
         raise InputError("the history has fewer than two epochs, so that no forecast can be held against the last one")
-    last = observed.epoch == observed.epoch.max()
-    chosen = np.flatnonzero(last)
-    earlier, truth = observed.where(~last), observed.where(chosen[:: -(-len(chosen) // _MOST_SCORED)])
+    return score_epoch(observed, int(observed.epoch.max()))
+
+
+def score_epoch(observed: Observations, epoch: int) -> dict[str, Scores]:
+    """An epoch forecast before it began: from the earlier epochs (history), from these without knowing which prompt is
+    which (pooled), and from nothing (none). Later epochs are left out.
+
+    Of a large epoch every so many responses are taken.
+    """
+    chosen = np.flatnonzero(observed.epoch == epoch)
+    earlier = observed.where(observed.epoch < epoch)
+    truth = observed.where(chosen[:: -(-len(chosen) // _MOST_SCORED)])
     split = "eval" if truth.evaluation.all() else "train"
     samplings = {truth.samplings[i] for i in np.unique(truth.sampling)}
     keys = [truth.keys[i] for i in truth.prompt.tolist()]

@@ -194,13 +194,12 @@ class LengthHistory:
         part = path.with_name(f".{path.name}.part")
         try:
             part.unlink(missing_ok=True)
-            with self._explained(), closing(sqlite3.connect(part)) as copy:
+            with closing(sqlite3.connect(part)) as copy:
                 self._db.backup(copy)
             os.replace(part, path)
-        except OSError as error:
-            raise InputError(
-                f"{path}: history cannot be copied there ({error.strerror}); name another folder"
-            ) from None
+        except (OSError, sqlite3.DatabaseError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise FlexFloorError(f"{path}: {self.path} cannot be copied there ({reason}); make room for it") from None
         finally:
             part.unlink(missing_ok=True)
 
