@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from trl_training import MEMORY, PROMPTS, Recording, deterministic, make_trainer
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
 from flexfloor.integrations.trl import FlexFloorRollout
 from flexfloor.integrations.trl.rollout import HISTORY_FILE
+from flexfloor.integrations.trl.weights import policy_of
 from flexfloor.ledger.events import read_ledger
 from flexfloor.world.lengths.store import LengthHistory
 
@@ -226,3 +228,26 @@ def test_another_precision_is_refused(model: Path, tmp_path: Path) -> None:
         pytest.raises(InputError, match="trainer's model is float32 and the fleet's bfloat16"),
     ):
         make_trainer(model, tmp_path, rollout).train()
+
+
+def test_weights_that_are_not_whole_are_refused(model: Path, tmp_path: Path, rollout: FlexFloorRollout) -> None:
+    trainer = make_trainer(model, tmp_path, rollout)
+    assert policy_of(trainer) is trainer.model
+    several = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4), model=trainer.model)
+    with pytest.raises(UnsupportedError, match=r"runs in 4 processes.*start it without accelerate launch"):
+        policy_of(several)
+    trainer.model.peft_config = {"default": None}
+    with pytest.raises(UnsupportedError, match=r"PEFT adapter.*merge_and_unload"):
+        policy_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("word " * 5000, r"leaves no room|context"), ("", r"prompt 1 of the batch: prompt is empty")],
+)
+def test_prompts_that_cannot_run_are_named(model: Path, tmp_path: Path, prompt: str, message: str) -> None:
+    with FlexFloorRollout(model, workers=1, worker_memory=MEMORY) as own:
+        trainer = make_trainer(model, tmp_path, own)
+        trainer.model.train()
+        with pytest.raises(InputError, match=message):
+            own([prompt] * 4, trainer)
