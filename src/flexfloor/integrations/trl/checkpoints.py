@@ -16,6 +16,11 @@ from transformers import TrainerCallback
 
 from flexfloor.errors import FlexFloorError
 
+
+class SaveError(FlexFloorError):
+    """A checkpoint could not be written; nothing of it is left."""
+
+
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _SIGNALS = tuple(getattr(signal, s) for s in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, s))
 
@@ -63,16 +68,25 @@ def newest_whole(output: Path, tell: Callable[[str], None]) -> tuple[int, Path] 
     return None
 
 
+def has_ended(folder: Path, args: Any) -> bool:
+    """Whether a whole checkpoint is that of the last step. The trainer would make one step more of it."""
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    if args.max_steps > 0:
+        return bool(state["global_step"] >= args.max_steps)
+    return bool(state["global_step"] >= state["max_steps"] and state["num_train_epochs"] >= args.num_train_epochs)
+
+
 class WholeSteps(TrainerCallback):
     """Knows when the trainer's weights, optimizer and counters belong to one step; signals wait while they do not.
 
-    Keeps the state of the random numbers at the end of each step, for a checkpoint that is written later.
+    Keeps what goes on changing inside of a step as it was at its begin, for a checkpoint that is written later.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
         self._pending: list[int] = []
         self._random: dict[str, Any] | None = None
+        self._tokens_seen = 0
         self.whole = True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -81,7 +95,7 @@ class WholeSteps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.whole = True
-        self._random = _random_state()
+        self._random, self._tokens_seen = random_state(), state.num_input_tokens_seen
         self.release()
 
     def _hold(self) -> None:
@@ -103,13 +117,15 @@ class WholeSteps(TrainerCallback):
         if pending:
             signal.raise_signal(pending[0])
 
-    def restore_random(self) -> None:
-        """Random numbers go on as after the last whole step."""
+    def restore(self, state: Any) -> None:
+        """Random numbers and the trainer's count of tokens as after the last whole step of this run."""
         if self._random is not None:
-            _set_random_state(self._random)
+            set_random_state(self._random)
+            state.num_input_tokens_seen = self._tokens_seen
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of every generator that a training may draw from."""
     import random
 
     import numpy as np
@@ -119,7 +135,8 @@ def _random_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Random numbers go on as they did when `random_state` was asked."""
     import random
 
     import numpy as np
@@ -142,7 +159,7 @@ def save_last_step(trainer: Any, steps: WholeSteps, tell: Callable[[str], None])
     if step < 1 or not steps.whole or what_it_lacks(step, folder) is None:
         return
     try:
-        steps.restore_random()
+        steps.restore(trainer.state)
         trainer._save_checkpoint(trainer.model, trial=None)
         trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         tell(f"kept {folder}; go on with --resume")
@@ -153,7 +170,7 @@ def save_last_step(trainer: Any, steps: WholeSteps, tell: Callable[[str], None])
 def save_whole(save: Callable[[], None], folder: Path) -> None:
     """Run `save`, which writes a checkpoint into the folder; when it fails the folder goes, what was there is kept.
 
-    Raises FlexFloorError naming the folder when the disk says no.
+    Raises SaveError naming the folder when the disk says no.
     """
     try:
         save()
@@ -163,7 +180,7 @@ def save_whole(save: Callable[[], None], folder: Path) -> None:
         # torch writes through its own archive and says RuntimeError.
         if isinstance(error, OSError | SafetensorError | RuntimeError):
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise FlexFloorError(
+            raise SaveError(
                 f"{folder} cannot be written ({reason:.120}); earlier checkpoints are kept: make room and go on with "
                 "--resume"
             ) from error

@@ -95,7 +95,7 @@ class FlexFloorRollout:
         self._callback: StepCallback | None = None
         self._trainer: Any = None
         self._loaded: tuple[Any, ...] | None = None
-        self._at = (-1, 0)  # the trainer's step and the rollouts begun in it
+        self._at: dict[Split, tuple[int, int]] = {}  # the trainer's step and the number of the rollout in it
         self.responses_sha256: str | None = None  # of the last rollout
         self._fleet = Fleet.launch(model, workers=workers, on_phase=on_phase, **engine)
         self._closing = weakref.finalize(self, self._fleet.close)
@@ -208,12 +208,15 @@ class FlexFloorRollout:
         return requests
 
     def _step(self, step: int, mode: Split) -> int:
-        """A number of its own for every rollout, the same after a resume: with it, its random numbers are its own."""
-        self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
-        return step * _IN_A_STEP + self._at[1] + (_EVALUATION if mode == "eval" else 0)
+        """A number of its own for every rollout, the same after a resume and with or without an evaluation before it:
+        with it, its random numbers are its own."""
+        before, number = self._at.get(mode, (-1, 0))
+        self._at[mode] = (step, number + 1 if before == step else 0)
+        return step * _IN_A_STEP + self._at[mode][1] + (_EVALUATION if mode == "eval" else 0)
 
     def _generate(self, requests: list[Request], mode: Split, step: int) -> tuple[RolloutResult, LedgerWriter]:
-        name = f"{mode}-{step:06d}" + (f"-{self._at[1]}" if self._at[1] else "")
+        number = self._at[mode][1]
+        name = f"{mode}-{step:06d}" + (f"-{number}" if number else "")
         ledger = LedgerWriter(None if self._ledgers is None else self._ledgers / f"{name}.jsonl")
         result = rollout(
             self._fleet,

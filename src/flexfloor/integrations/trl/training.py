@@ -62,7 +62,7 @@ def _train(
     tell(f"{len(task.train)} prompts from {task.source}{held_out}")
 
     from flexfloor.integrations.trl import records
-    from flexfloor.integrations.trl.checkpoints import WholeSteps, newest_whole, save_last_step
+    from flexfloor.integrations.trl.checkpoints import SaveError, WholeSteps, has_ended, newest_whole, save_last_step
     from flexfloor.integrations.trl.rollout import FlexFloorRollout
 
     fields = grpo_fields(settings, config, eval_prompts=len(task.eval))
@@ -78,6 +78,7 @@ def _train(
 
     steps = WholeSteps()
     with ExitStack() as stack:
+        stack.enter_context(without_bars())
         threads = stack.enter_context(fixed_arithmetic(settings, on_cpu=args.device.type == "cpu"))
         rollout: FlexFloorRollout  # launched last, when nothing else can be refused any more
         rewards = [
@@ -119,7 +120,11 @@ def _train(
         stack.callback(metrics.close)
         trainer.add_callback(metrics)
         try:
-            trainer.train(resume_from_checkpoint=str(begun[1]) if begun else None)
+            if begun and has_ended(begun[1], args):
+                trainer.state = trainer.state.load_from_json(str(begun[1] / "trainer_state.json"))
+                tell(f"all {trainer.state.global_step} steps are done")
+            else:
+                trainer.train(resume_from_checkpoint=str(begun[1]) if begun else None)
             reached = trainer.state.global_step
             if evaluate and reached not in dict(records.evaluations(metrics.records)):
                 trainer.evaluate()
@@ -127,7 +132,8 @@ def _train(
             save_model(trainer, settings.output / records.MODEL)
         except BaseException as error:
             steps.release()
-            save_last_step(trainer, steps, tell)
+            if not isinstance(error, SaveError):
+                save_last_step(trainer, steps, tell)
             if isinstance(error, FlexFloorError) or not isinstance(error, Exception):
                 raise
             raise failure(error, trainer.state.global_step + 1, settings.output / records.ERROR) from error
@@ -169,6 +175,20 @@ def undone_if_empty(folder: Path) -> Iterator[None]:
             except OSError:
                 break
         raise
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside the block transformers draws no progress bars between our lines."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 @contextmanager
