@@ -1,0 +1,52 @@
+"""What `flexfloor train` refuses with a checkpoint and TRL at hand: on one line, no process started, nothing left."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from train_place import Place
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Place:
+    return Place(tmp_path_factory.mktemp("train"), checkpoint("tiny"))
+
+
+REFUSED = {
+    "unknown field": ("trl.learning_rat=1", "unknown key 'learning_rat' in [trl]; did you mean 'learning_rate'?"),
+    "field of a wrong type": ("trl.learning_rate=fast", "[trl] learning_rate: input should be a valid number"),
+    "TRL's own refusal": ("trl.num_generations=3", "[trl] ValueError: generation_batch_size (4) must be divisible by"),
+    "weights for no reward": ("trl.reward_weights=[1.0, 2.0]", "[trl] ValueError: Number of reward weights (2)"),
+    "too few prompts": (
+        "task.arguments={n=1}",
+        "1 training prompts are fewer than the 2 of one generation (generation_batch_size 4 / num_generations 2); add",
+    ),
+    "evaluation of nothing": ("trl.eval_strategy=steps", "eval_strategy needs held-out prompts; give task.eval"),
+    "no such model": ("model=nowhere", "nowhere: no such folder"),
+    "budget below the floor": ("engine.worker_memory=8MiB", "worker_memory 8.0 MiB is too small"),
+    "unknown policy": ("policy=best", "policy 'best' is not known"),
+    "more workers than experts": ("workers=17", "workers is 17 but the model has 16 experts"),
+    "options that are no table": ("trl.model_init_kwargs=dtype", "[trl] model_init_kwargs is 'dtype'; give a table"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_a_process_starts(
+    case: str, place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    change, told = REFUSED[case]
+
+    def start(*_: object, **__: object) -> None:
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("flexfloor.fleets.engine.launcher.LocalLauncher.launch", start, raising=False)
+    assert place.train("refused", "--quiet", "--set", change) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.startswith("flexfloor: error: ")
+    assert err.count("\n") == 1
+    assert not (place.folder / "refused").exists()
