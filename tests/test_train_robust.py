@@ -156,3 +156,17 @@ def test_a_fleet_that_does_not_start(place: Place, capsys: pytest.CaptureFixture
     assert place.train("unborn", "--set", "engine.worker_timeout=0.001") == 1
     assert last_line(capsys).startswith("flexfloor: error: worker ")
     assert not (place.folder / "unborn").exists()
+
+
+def test_epochs_have_trl_s_order_of_prompts():
+    from trl.trainer.utils import RepeatSampler
+
+    from flexfloor.integrations.trl.trainer import EpochSampler
+
+    arguments = {"data_source": range(7), "mini_repeat_count": 2, "batch_size": 3, "seed": 5}
+    plain, own = RepeatSampler(**arguments), EpochSampler(**arguments)
+    orders = [list(plain) for _ in range(3)]
+    assert orders[0] != orders[1]
+    for epoch in (2, 0, 1):
+        own.set_epoch(epoch)
+        assert list(own) == orders[epoch]

@@ -7,7 +7,7 @@ from pathlib import Path
 from flexfloor.cli import main
 
 MODULE = """
-import os, signal
+import os, random, signal
 from pathlib import Path
 import psutil
 
@@ -15,6 +15,7 @@ def rows(n=4):
     return [{"prompt": f"tell me {i}", "n": i} for i in range(n)]
 
 def reward(completions, trainer_state, n, **_):
+    noise = random.random()
     what, _, step = os.environ.get("BREAK", "").partition(":")
     if what and trainer_state.global_step + 1 == int(step):
         if what == "raise":
@@ -30,7 +31,7 @@ def reward(completions, trainer_state, n, **_):
             folder = Path(os.environ["OUT"], f"checkpoint-{step}")
             folder.mkdir()
             (folder / "optimizer.pt").symlink_to("/dev/full")
-    return [sum(map(ord, c)) % 7 / 7 for c in completions]
+    return [(sum(map(ord, c)) % 7 + noise * i) / 7 for i, c in enumerate(completions)]
 """
 CONFIG = """
 workers = 2
