@@ -6,7 +6,9 @@
 Runs on the tiny model with 1 to 4 workers give a profile (`flexfloor calibrate`); further runs, with other lengths and
 every policy, are then simulated on it: wall time and occupied worker-time should be within 15%, and the iterations of
 policies whose decisions do not depend on time the same. Each real run is made three times and the one in the middle
-counts: single ones differ by 20% and more. Lengths are forced and known, so that decisions can be alike.
+counts: single ones differ by 20% and more (column `repeats`: the slowest over the fastest). Numbers of workers take
+turns in everything, so that a slow minute of the machine is not mistaken for the slowness of one of them. Lengths are
+forced and known, so that decisions can be alike.
 With --emulate, tokens per occupied (emulated) second of a paced fleet should be within 10% of what is simulated for it,
 with resizes that take what they take here.
 """
@@ -19,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from flexfloor.ledger.accounting import Summary
 from flexfloor.progress import ModelShape
 from flexfloor.world.calibrate import calibrate, read_run
 from flexfloor.world.model_config import shape_from_config
-from flexfloor.world.profiles import PROFILES, DeviceProfile
+from flexfloor.world.profiles import PROFILES, DeviceProfile, format_profile
 
 POLICIES = ("static", "static-grouped", "planned", "release", "flexfloor", "fixed:1")
 SAME_ITERATIONS = ("static", "static-grouped")  # nothing is decided by time
@@ -47,8 +50,18 @@ OPTIONS: dict[str, Any] = {"worker_memory": "96MiB", "prefill_tokens": 128, "max
 class Pair:
     workers: int
     policy: str
-    real: Summary
+    repeats: tuple[Summary, ...]
     simulated: Summary
+
+    @property
+    def real(self) -> Summary:
+        """The repeat of median time."""
+        return sorted(self.repeats, key=lambda s: s.wall_s)[len(self.repeats) // 2]
+
+    @property
+    def spread(self) -> float:
+        times = [s.wall_s for s in self.repeats]
+        return max(times) / min(times)
 
     @property
     def wall(self) -> float:
@@ -114,23 +127,23 @@ def run_pairs(sizes: Sequence[int], count: int, model: Path, folder: Path) -> It
     try:
         for workers in sizes:
             fleets[workers] = flexfloor.Fleet.launch(model, workers=workers, **OPTIONS)
+        for fleet in fleets.values():  # memory that is touched for the first time
+            run_real(fleet, make_requests(count, 0), "static", PROFILES["cpu"], folder / "first.jsonl")
         ledgers = []
-        for workers, fleet in fleets.items():
-            for seed in (1, 2):
-                for policy in ("static", "release"):
-                    ledgers.append(folder / f"{workers}-{policy}-{seed}.jsonl")
-                    run_real(fleet, make_requests(count, seed), policy, PROFILES["cpu"], ledgers[-1])
-                    print(f"calibration: {ledgers[-1].stem}", file=sys.stderr, flush=True)
+        for seed, policy, workers in product((1, 2), ("static", "release"), sizes):
+            ledgers.append(folder / f"{workers}-{policy}-{seed}.jsonl")
+            run_real(fleets[workers], make_requests(count, seed), policy, PROFILES["cpu"], ledgers[-1])
+            print(f"calibration: {ledgers[-1].stem}", file=sys.stderr, flush=True)
         found = calibrate([read_run(path) for path in ledgers], PROFILES["cpu"], len(os.sched_getaffinity(0)))
-        for workers, fleet in fleets.items():
-            requests = make_requests(count, 3)
-            for policy in POLICIES:
-                runs = [
-                    run_real(fleet, requests, policy, found.profile, folder / "other.jsonl") for _ in range(REPEATS)
-                ]
-                real = sorted(runs, key=lambda s: s.wall_s)[REPEATS // 2]
-                print(f"compared: {workers} workers, {policy}", file=sys.stderr, flush=True)
-                yield Pair(workers, policy, real, run_simulated(fleet, requests, policy, found.profile))
+        print(format_profile(found.profile), file=sys.stderr, flush=True)
+        requests = make_requests(count, 3)
+        runs: dict[tuple[int, str], list[Summary]] = {pair: [] for pair in product(sizes, POLICIES)}
+        for repeat, policy, workers in product(range(REPEATS), POLICIES, sizes):
+            ledger = folder / f"{workers}-{policy.replace(':', '-')}-3-{repeat}.jsonl"
+            runs[workers, policy].append(run_real(fleets[workers], requests, policy, found.profile, ledger))
+            print(f"real run {repeat + 1} of {REPEATS}: {workers} workers, {policy}", file=sys.stderr, flush=True)
+        for (workers, policy), made in runs.items():
+            yield Pair(workers, policy, tuple(made), run_simulated(fleets[workers], requests, policy, found.profile))
     finally:
         for fleet in fleets.values():
             fleet.close()
@@ -166,22 +179,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="1,2,3,4")
     parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--ledgers", type=Path, metavar="DIR", help="keep the real runs' ledgers there")
     parser.add_argument("--emulate", type=int, metavar="N", help="so many paced workers, instead")
     parser.add_argument("--pace", type=float, default=12.0, help="of --emulate: seconds here for one of the device")
     arguments = parser.parse_args()
     if arguments.emulate:
         return emulate(arguments.emulate, arguments.requests, arguments.pace)
     sizes = [int(part) for part in arguments.workers.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = list(run_pairs(sizes, arguments.requests, bench_model("tiny"), Path(folder)))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.ledgers or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        pairs = list(run_pairs(sizes, arguments.requests, bench_model("tiny"), folder))
     table = Table(
-        "workers", "policy", "iterations", "simulated", "wall", "simulated/real", "occupied", "simulated/real", ""
-    )
+        "workers", "policy", "iterations", "simulated", "wall", "repeats", "simulated/real", "occupied",
+        "simulated/real", "",
+    )  # fmt: skip
     for pair in pairs:
         real = pair.real
         table.add_row(
             str(pair.workers), pair.policy, str(real.iterations), str(pair.simulated.iterations),
-            f"{real.wall_s:.2f} s", f"{pair.wall:.3f}", f"{real.occupied_worker_s:.2f} s", f"{pair.occupied:.3f}",
+            f"{real.wall_s:.2f} s", f"{pair.spread:.2f}", f"{pair.wall:.3f}",
+            f"{real.occupied_worker_s:.2f} s", f"{pair.occupied:.3f}",
             "" if pair.is_right else "off",
         )  # fmt: skip
     Console(width=120).print(table)

@@ -134,6 +134,22 @@ def test_outliers_do_not_move_the_fit(tmp_path: Path):
     assert np.abs(run.predict(found.profile) / clean - 1).max() < 0.05
 
 
+def test_groups_that_scatter_more_are_not_taken_for_accidents(tmp_path: Path):
+    """Four workers on two cores whose times have a long tail, beside quiet runs of one: their sum must be met."""
+    quiet = [write_ledger(tmp_path / f"1-{seed}.jsonl", TRUTH, 1, seed=seed) for seed in range(3)]
+    wide = write_ledger(tmp_path / "4.jsonl", TRUTH, 4)
+    records, rng = [json.loads(line) for line in wide.read_text().splitlines()], random.Random(2)
+    for record in records:
+        for i in range(record.get("iterations", 0)):
+            factor = 0.7 + rng.expovariate(1 / 0.3)
+            for worker in record["workers"]:
+                worker["seconds"][i] *= factor
+    wide.write_text("".join(json.dumps(record) + "\n" for record in records))
+    runs = [read_run(path) for path in (*quiet, wide)]
+    profile = calibrate(runs, TRUTH, 2).profile
+    assert runs[-1].predict(profile).sum() == pytest.approx(runs[-1].seconds.sum(), rel=0.08)
+
+
 def test_what_runs_do_not_tell_is_the_base(tmp_path: Path):
     base = replace(PROFILES["h800"], imbalance=1.3)
     found = calibrate([read_run(write_ledger(tmp_path / "one.jsonl", TRUTH, 1))], base, cores=math.inf)

@@ -3,7 +3,8 @@
 The time of an iteration is linear in the parameters that are fitted (seconds, and the inverse of each speed) wherever
 the larger side of its maxima is known. So each round takes the slopes of `IterationCost` at the parameters so far and
 solves for better ones by least squares on relative errors, none of them negative, leaving out what lies more than three
-deviations off: on a machine that does other things too some iterations say nothing about the rest.
+deviations off: on a machine that does other things too some iterations say nothing about the rest. Groups of different
+sizes have deviations of their own: where more workers than cores wait for each other, times scatter more by nature.
 """
 
 from __future__ import annotations
@@ -240,7 +241,8 @@ class _Model:
 
     def __init__(self, runs: Sequence[Run], base: DeviceProfile, cores: float) -> None:
         self._runs, self._base, self._cores = runs, base, cores
-        self._sizes = sorted({int(m) for run in runs for m in run.counts[0] if m > 1})
+        self._workers = np.concatenate([run.counts[0] for run in runs])
+        self._sizes = sorted({int(m) for m in self._workers if m > 1})
         self.kept: tuple[str, ...] = ("node_link", "cross_link", "ranks_per_node")
         self.kept += () if self._sizes else ("latency_s", "gather_link")
 
@@ -267,9 +269,12 @@ class _Model:
             scaled = (slopes * scale)[:, free][kept] * weight[kept, None]
             parameters[free] = scale[free] * nnls(scaled, (measured - rest)[kept] * weight[kept])[0]
             predicted = self._predict(parameters)
-            off = measured / predicted - 1
-            deviation = 1.4826 * np.median(np.abs(off[use]))
-            kept = use & (np.abs(off) <= max(_OUTLIER * deviation, _NEVER_OUTLIER))
+            off = np.abs(measured / predicted - 1)
+            deviation = np.zeros(len(off))
+            for size in np.unique(self._workers[use]):
+                alike = self._workers == size
+                deviation[alike] = 1.4826 * np.median(off[use & alike])
+            kept = use & (off <= np.maximum(_OUTLIER * deviation, _NEVER_OUTLIER))
             weight = 1 / predicted
         return parameters, int(use.sum() - kept.sum())
 
