@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback
 
 from flexfloor.errors import FlexFloorError
+from flexfloor.world.memory import format_bytes
 
 
 class SaveError(FlexFloorError):
@@ -177,11 +178,11 @@ def save_whole(save: Callable[[], None], folder: Path) -> None:
     except BaseException as error:
         if folder.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
-        # torch writes through its own archive and says RuntimeError.
+        # torch writes through an archive of its own, says RuntimeError, and does not name the disk.
         if isinstance(error, OSError | SafetensorError | RuntimeError):
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise SaveError(
-                f"{folder} cannot be written ({reason:.120}); earlier checkpoints are kept: make room and go on with "
-                "--resume"
+                f"{folder} cannot be written ({reason:.120}; {format_bytes(shutil.disk_usage(folder.parent).free)} are "
+                "free there); earlier checkpoints are kept: make room and go on with --resume"
             ) from error
         raise
