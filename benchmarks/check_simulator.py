@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 from workload import bench_model, token_prompts
@@ -122,6 +123,26 @@ def run_simulated(
     return flexfloor.rollout(simulated, requests, policy=policy, knowledge="oracle", profile=profile).summary
 
 
+class Others:
+    """What other programs take of the machine meanwhile."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @property
+    def share(self) -> float:
+        """Of all CPU time since this was made; above a few percent, times mean little."""
+        machine, idle, own = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        return max(0.0, (machine - idle - own) / machine) if machine > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """CPU seconds of the machine, of these idle, and of this program with its workers."""
+        times, me = psutil.cpu_times(), psutil.Process()
+        own = [p.cpu_times() for p in (me, *me.children(recursive=True))]
+        return sum(times), times.idle + times.iowait, sum(t.user + t.system for t in own)
+
+
 def run_pairs(sizes: Sequence[int], count: int, model: Path, folder: Path) -> Iterator[Pair]:
     fleets = {}
     try:
@@ -132,16 +153,19 @@ def run_pairs(sizes: Sequence[int], count: int, model: Path, folder: Path) -> It
         ledgers = []
         for seed, policy, workers in product((1, 2), ("static", "release"), sizes):
             ledgers.append(folder / f"{workers}-{policy}-{seed}.jsonl")
+            others = Others()
             run_real(fleets[workers], make_requests(count, seed), policy, PROFILES["cpu"], ledgers[-1])
-            print(f"calibration: {ledgers[-1].stem}", file=sys.stderr, flush=True)
+            told = f"calibration: {ledgers[-1].stem}; other programs took {others.share:.0%} of the machine"
+            print(told, file=sys.stderr, flush=True)
         found = calibrate([read_run(path) for path in ledgers], PROFILES["cpu"], len(os.sched_getaffinity(0)))
         print(format_profile(found.profile), file=sys.stderr, flush=True)
         requests = make_requests(count, 3)
         runs: dict[tuple[int, str], list[Summary]] = {pair: [] for pair in product(sizes, POLICIES)}
         for repeat, policy, workers in product(range(REPEATS), POLICIES, sizes):
-            ledger = folder / f"{workers}-{policy.replace(':', '-')}-3-{repeat}.jsonl"
+            ledger, others = folder / f"{workers}-{policy.replace(':', '-')}-3-{repeat}.jsonl", Others()
             runs[workers, policy].append(run_real(fleets[workers], requests, policy, found.profile, ledger))
-            print(f"real run {repeat + 1} of {REPEATS}: {workers} workers, {policy}", file=sys.stderr, flush=True)
+            told = f"real run {repeat + 1} of {REPEATS}: {workers} workers, {policy}"
+            print(f"{told}; other programs took {others.share:.0%} of the machine", file=sys.stderr, flush=True)
         for (workers, policy), made in runs.items():
             yield Pair(workers, policy, tuple(made), run_simulated(fleets[workers], requests, policy, found.profile))
     finally:
