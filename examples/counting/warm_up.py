@@ -98,7 +98,7 @@ def examples(count: int, seed: int, tokenizer: Any) -> list[dict[str, list[int]]
     return rows
 
 
-def warm_up(out: Path, *, steps: int = 500, seed: int = 0, threads: int = 2) -> Path:
+def warm_up(out: Path, *, steps: int = 500, seed: int = 0, threads: int = 1) -> Path:
     """Train for `steps` batches and write the checkpoint with its tokenizer into the new or empty directory `out`.
 
     Equal arguments give equal bytes on one machine. Raises InputError for an `out` that has content.
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="new or empty directory")
     parser.add_argument("--steps", type=int, default=500, help="batches of 64 (default 500)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
     options = parser.parse_args(arguments)
     quiet_transformers()
     started = time.perf_counter()
