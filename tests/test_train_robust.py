@@ -108,6 +108,14 @@ def test_a_reward_that_raises_keeps_the_last_step_and_the_run_goes_on_bit_for_bi
     assert [r["step"] for r in records if "reward" in r] == [1, 2, 3, 4, 5]
 
 
+def test_policy_and_workers_change_nothing_in_the_training(place: Place, whole: Path):
+    assert (
+        place.train("alone", "--quiet", "--set", "policy=static", "--set", "workers=1", "--set", "history=false") == 0
+    )
+    assert_equal(place.folder / "alone", whole)
+    assert not (place.folder / "alone" / "length_history.sqlite").exists()
+
+
 def test_a_reward_that_is_no_number(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("BREAK", "nan:1")
     assert place.train("nan", "--quiet") == 2

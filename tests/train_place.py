@@ -47,6 +47,7 @@ max_completion_length = 8
 max_steps = 5
 save_steps = 2
 learning_rate = 1e-3
+beta = 0.05
 gradient_checkpointing = false
 """
 

@@ -216,9 +216,12 @@ def load_model(folder: Path, settings: TrainSettings, config: Path, options: Any
         raise InputError(f"{config}: [trl] model_init_kwargs is {options!r}; give a table")
     options = {"dtype": settings.engine.dtype, "local_files_only": True} | (options or {})
     try:
-        return AutoModelForCausalLM.from_pretrained(str(folder), **options)
+        model = AutoModelForCausalLM.from_pretrained(str(folder), **options)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise InputError(f"{folder}: the model cannot be loaded ({told(error)})") from error
+    # Where TRL takes its reference model from, which is that of the begin also after a resume.
+    model.config._name_or_path = str(settings.model)
+    return model
 
 
 def dataset_of(rows: list[dict[str, Any]], where: str) -> Any:
