@@ -16,6 +16,7 @@ FLOOR := .venv-floor
 VLLM := .venv-vllm
 TINY := runs/models/tiny
 SMOLLM2 := runs/models/smollm2-moe
+COUNTING := runs/models/counting
 DEMO := runs/demo
 DEMO_REAL := runs/demo-real
 
@@ -43,14 +44,21 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 # Memory of a worker: all experts, and a tenth of the KV that all responses would take at once.
-demo: setup $(TINY)/config.json  ## four workers, a tiny random model: the same requests with and without releasing workers
+demo: setup $(TINY)/config.json $(COUNTING)/config.json  ## requests with and without releasing workers; then a training that learns
 	$(BIN)/flexfloor compare --policies static,release,flexfloor --knowledge oracle --force-lengths examples/lengths.txt \
 	  --model $(TINY) --prompts examples/prompts.jsonl --samples 4 --workers 4 --worker-memory 73MiB \
 	  --pace 16 --prefill-tokens 64 --chunk 8 --out-dir $(DEMO)
+	rm -rf $(DEMO)/training
+	$(BIN)/flexfloor train examples/counting/config.toml \
+	  --set output=$(DEMO)/training --set model=$(COUNTING) --set trl.max_steps=16
 
 $(TINY)/config.json: examples/make_tiny_model.py | setup
 	rm -rf $(TINY)
 	$(BIN)/python examples/make_tiny_model.py --out $(TINY)
+
+$(COUNTING)/config.json: examples/counting/warm_up.py examples/counting/task.py | setup
+	rm -rf $(COUNTING)
+	$(BIN)/python examples/counting/warm_up.py --out $(COUNTING)
 
 demo-real: $(SMOLLM2)/config.json  ## real text: SmolLM2-135M as a mixture of experts (builds 2.8 GB, needs 8 GB memory)
 	mkdir -p $(DEMO_REAL)

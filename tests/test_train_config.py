@@ -217,6 +217,7 @@ def test_metrics_files_are_cut_at_the_step_that_a_run_goes_on_from(tmp_path: Pat
     again = MetricsFile(file, from_step=2, on_log=told.append)
     State.global_step = 3
     rates = {"flexfloor/response_tokens": 300, "flexfloor/tokens_per_occupied_s": 30.0}
+    rates["flexfloor/tokens_per_occupied_iteration"] = 3.0
     again.on_log(None, State, None, {"reward": 0.1, "epoch": 1.5} | rates)
     rates = {"flexfloor/response_tokens": 100, "flexfloor/tokens_per_occupied_s": 2.0}
     again.on_log(None, State, None, {"reward": 0.3, "epoch": 2.0} | rates)
@@ -225,5 +226,5 @@ def test_metrics_files_are_cut_at_the_step_that_a_run_goes_on_from(tmp_path: Pat
     records = read_metrics(file)
     assert [(r["step"], r.get("reward")) for r in records] == [(1, 0.5), (2, 0.5), (3, 0.1), (3, 0.3), (3, None)]
     assert (records[0]["loss"], len(told)) == (None, 6)
-    assert epochs_of(records) == [Epoch(1, 2, 0.5, None), Epoch(2, 2, (0.1 + 0.3) / 2, 400 / 60)]
+    assert epochs_of(records) == [Epoch(1, 2, 0.5, None, None), Epoch(2, 2, (0.1 + 0.3) / 2, 400 / 60, 300 / 100)]
     assert evaluations(records) == [(3, 0.2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,14 @@ def test_prompts_are_rendered_as_trl_renders_them(rollout: FlexFloorRollout, mod
             assert (tokens[-1] in trainer.eos_token_ids) == (reason == "stop")
 
 
+def documented_metrics() -> set[str]:
+    text = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`[a-z_`, ]+) \|", text.partition("<!-- metrics -->")[2].partition("## From")[0], re.MULTILINE
+    )
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
 def test_metrics_history_and_ledgers_of_a_training_with_evaluation(model: Path, tmp_path: Path) -> None:
     held_out = Dataset.from_list([{"prompt": f"held out {number}"} for number in range(2)])
     seen: dict[str, list] = {}
@@ -145,6 +154,8 @@ def test_metrics_history_and_ledgers_of_a_training_with_evaluation(model: Path, 
         assert 0 < entry["flexfloor/overhead_share"] < 1
         assert entry["flexfloor/logprob_gap"] < 1e-4
     assert evaluation["eval_flexfloor/tokens_per_occupied_s"] > 0
+    logged = {name.removeprefix("flexfloor/") for name in steps[0] if name.startswith("flexfloor/")}
+    assert logged == documented_metrics() - {"paced_overrun_share"}
     with LengthHistory(tmp_path / HISTORY_FILE, create=False) as history:
         observed = history.load()
     assert observed.evaluation.sum() == 4

@@ -88,10 +88,10 @@ def _epochs(result: TrainResult) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title="Epochs", title_justify="left", title_style="bold")
-    for name in ("epoch", "log steps", "reward", "tokens per occupied s"):
+    for name in ("epoch", "log steps", "reward", "tokens per occupied s", "per occupied iteration"):
         table.add_column(name, justify="right")
     for epoch in result.epochs:
-        rate = epoch.tokens_per_occupied_s
-        reward = _number(epoch.reward)
-        table.add_row(str(epoch.epoch), str(epoch.steps), reward, "" if rate is None else format_rate(rate))
+        rates = (epoch.tokens_per_occupied_s, epoch.tokens_per_occupied_iteration)
+        shown = ("" if rate is None else format_rate(rate) for rate in rates)
+        table.add_row(str(epoch.epoch), str(epoch.steps), _number(epoch.reward), *shown)
     return table

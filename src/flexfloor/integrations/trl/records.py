@@ -121,12 +121,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over the training prompts. reward: mean over its log steps. tokens_per_occupied_s: over all of it."""
+    """One pass over the training prompts. reward: mean over its log steps. Response tokens per occupied worker-second
+    and per occupied worker-iteration, which no other program on the machine disturbs: over all of it."""
 
     epoch: int
     steps: int
     reward: float | None
     tokens_per_occupied_s: float | None
+    tokens_per_occupied_iteration: float | None
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,15 @@ def epochs_of(records: Iterable[Mapping[str, Any]]) -> list[Epoch]:
 
 def _epoch(number: int, lines: list[Mapping[str, Any]]) -> Epoch:
     rewards = [r["reward"] for r in lines if r["reward"] is not None]
-    rates = [(r.get("flexfloor/response_tokens"), r.get("flexfloor/tokens_per_occupied_s")) for r in lines]
-    timed = [(tokens, rate) for tokens, rate in rates if tokens and rate]
-    occupied = sum(tokens / rate for tokens, rate in timed)
-    return Epoch(
-        number,
-        len(lines),
-        sum(rewards) / len(rewards) if rewards else None,
-        sum(tokens for tokens, _ in timed) / occupied if occupied else None,
-    )
+
+    def per_occupied(what: str) -> float | None:
+        rates = [(r.get("flexfloor/response_tokens"), r.get(f"flexfloor/tokens_per_occupied_{what}")) for r in lines]
+        known = [(tokens, rate) for tokens, rate in rates if tokens and rate]
+        occupied = sum(tokens / rate for tokens, rate in known)
+        return sum(tokens for tokens, _ in known) / occupied if occupied else None
+
+    reward = sum(rewards) / len(rewards) if rewards else None
+    return Epoch(number, len(lines), reward, per_occupied("s"), per_occupied("iteration"))
 
 
 def evaluations(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float | None]]:
