@@ -146,6 +146,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_are_one_line(module: Path, case: str):
     fields, told = REFUSED[case]
+    if "reasoning_gym" in fields:
+        pytest.importorskip("reasoning_gym")  # `make test-reasoning-gym` installs it
     with pytest.raises(InputError) as caught:
         load(**fields)
     assert told in str(caught.value)
@@ -179,6 +181,7 @@ def test_a_missing_reasoning_gym_names_the_extra(monkeypatch: pytest.MonkeyPatch
 
 
 def test_reasoning_gym_makes_prompts_and_judges():
+    pytest.importorskip("reasoning_gym")
     task = load(
         reasoning_gym="chain_sum", size=40, eval_size=30, seed=7, prompt_template="{question}?", reward=(),
         config={"max_terms": 2, "max_digits": 1},
@@ -201,12 +204,14 @@ def test_reasoning_gym_makes_prompts_and_judges():
 
 
 def test_reasoning_gym_as_chat_and_with_a_reward_beside(module: Path):
+    pytest.importorskip("reasoning_gym")
     task = load(reasoning_gym="chain_sum", size=2, chat=True, reward="own_task:reward", config={"max_terms": 2})
     assert [m["role"] for m in task.train[0]["prompt"]] == ["user"]
     assert [r.__name__ for r in task.rewards] == ["chain_sum", "reward"]
 
 
 def test_the_answer_in_a_completion():
+    pytest.importorskip("reasoning_gym")
     assert answer_in(" 5 \n") == "5"
     assert answer_in("<answer>4</answer> no, <answer> 5 </answer>!") == "5"
     assert answer_in("<answer>5") == "<answer>5"
