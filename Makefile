@@ -124,10 +124,10 @@ bench-vllm: setup $(VLLM)/.installed  ## throughput against vLLM on the CPU, in 
 	$(BIN)/python benchmarks/bench_vllm.py
 
 # torch first: what comes after takes the build that is there.
-$(VLLM)/.installed: benchmarks/vllm/requirements.txt benchmarks/vllm/constraints.txt
+$(VLLM)/.installed: benchmarks/against_vllm/requirements.txt benchmarks/against_vllm/constraints.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(call install,$(VLLM),benchmarks/vllm/constraints.txt) torch
-	$(call install,$(VLLM),benchmarks/vllm/constraints.txt) -r benchmarks/vllm/requirements.txt
+	$(call install,$(VLLM),benchmarks/against_vllm/constraints.txt) torch
+	$(call install,$(VLLM),benchmarks/against_vllm/constraints.txt) -r benchmarks/against_vllm/requirements.txt
 	# Built for another torch: importing transformers fails with them.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

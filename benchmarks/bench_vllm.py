@@ -22,7 +22,7 @@ from workload import bench_model, forced_requests, token_prompts
 import flexfloor
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-RUN_VLLM = Path(__file__).parent / "vllm" / "run_vllm.py"
+RUN_VLLM = Path(__file__).parent / "against_vllm" / "run_vllm.py"
 # preset → (concurrent requests, response tokens, worker memory)
 LOADS = {"tiny": (64, 128, "512MiB"), "small": (32, 24, "4GiB")}
 WANTED = {1: 1.0, 2: 2.0}
