@@ -214,9 +214,10 @@ def waiting(count: int, tokens: int = 100) -> list[Request]:
     return flexfloor.make_requests([Prompt((1,), f"w{i}") for i in range(count)], sampling=params)
 
 
-def before_the_start(max_slowdown: float, count: int, pages: int = 10**4, max_batch: int = 64) -> int:
+def before_the_start(max_slowdown: float, count: int, moves: MoveCosts = FREE) -> int:
     ours = FlexFloorPolicy(ForcedLengths(), READING, max_slowdown)
-    return stay(ours.decide(waiting(count), make_status(pages=pages, max_batch=max_batch, longest=101)))
+    status = replace(make_status(pages=10**4, max_batch=64, longest=101), move_costs=moves)
+    return stay(ours.decide(waiting(count), status))
 
 
 def test_a_fleet_starts_as_small_as_its_whole_work_allows() -> None:
@@ -225,6 +226,16 @@ def test_a_fleet_starts_as_small_as_its_whole_work_allows() -> None:
     sizes = [before_the_start(percent / 100, 40) for percent in range(0, 1000, 50)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 4
+
+
+def test_a_start_on_fewer_workers_is_worth_what_it_stalls() -> None:
+    """All workers are occupied until the experts of those who leave have arrived elsewhere."""
+    assert before_the_start(PATIENT, 40) < 4
+    assert before_the_start(PATIENT, 40, replace(FREE, switch_s=1e4)) == 4
+    # Patience is for the stall too: with a little of it, a cheap change is made and a dear one is not.
+    some = next(share for share in range(1, 20) if before_the_start(share, 40) < 4)
+    assert before_the_start(some, 40, replace(FREE, switch_s=1e-6)) < 4
+    assert before_the_start(some, 40, replace(FREE, switch_s=1.0)) == 4
 
 
 def test_the_order_of_what_waits_is_told_as_a_decision() -> None:

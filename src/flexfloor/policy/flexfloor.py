@@ -64,7 +64,7 @@ class _Case:
         changes = workers < active
         hold = 0.0 if changes else float(policy.next_decision(self._status))
         found = [self._ahead.roll(b, workers, price=price, hold=hold) for b in self._batches[lead]]
-        stall = policy.stall_s(workers, self._status) if changes and self._status.iteration > 0 else 0.0
+        stall = policy.stall_s(workers, self._status) if changes else 0.0  # also before the first token
         seconds = policy.scale * float(np.mean([o.seconds for o in found])) + stall
         occupied = policy.scale * float(np.mean([o.occupied_s for o in found])) + active * stall
         return _Option(workers, price, lead, seconds, occupied)
@@ -223,7 +223,7 @@ class FlexFloorPolicy(PlannedPolicy):
                 continue
             predicted = {
                 "stall_s": self.stall_s(count, status),
-                "remaining_s": option.seconds - (self.stall_s(option.workers, status) if status.iteration else 0.0),
+                "remaining_s": option.seconds - self.stall_s(option.workers, status),
                 "remaining_occupied_s": option.occupied_s,
                 "saved_worker_s": saved,
             }
