@@ -60,6 +60,8 @@ class Book:
         self.total = np.zeros(0, dtype=np.int64)
         self.siblings = 1.0  # requests of a prompt, on average
         self._rows: dict[str, int] = {}
+        self._generated = np.zeros(0, dtype=np.int64)  # of each row, that the draws at hand are for
+        self._drawn: dict[tuple[Draw, float], np.ndarray] = {}  # draw and reserve → what is left of each row, or NaN
 
     def take(self, queue: Sequence[Request]) -> bool:
         """Note what has arrived since: the end of the queue. Returns whether something has."""
@@ -81,6 +83,8 @@ class Book:
         prompts = [r.request_id.rpartition("/")[0] for r in fresh]
         siblings = np.unique(prompts, return_counts=True)[1]
         self.siblings = float(siblings.mean())
+        self._generated = np.zeros(len(self.requests), dtype=np.int64)
+        self._drawn.clear()
         return True
 
     def bind(self, rows: Sequence[int]) -> None:
@@ -90,6 +94,7 @@ class Book:
 
     def observe(self, progress: Progress) -> None:
         """Learn from the responses that have ended."""
+        self._drawn.clear()
         ended = [p for p in progress.requests if p.finish_reason is not None and p.request_id in self._rows]
         if ended:
             rows = np.array([self._rows[p.request_id] for p in ended], dtype=np.int64)
@@ -118,9 +123,17 @@ class Book:
         reserve: share by which levels are raised towards the longest.
         """
         draw = draw or Draw()
-        level = np.modf((rows + 1) * _GOLDEN + draw.shift)[0] * draw.cut
-        found = self._remaining(rows, generated, level + (1 - level) * reserve)
-        return found if draw.stretch == 1.0 else np.maximum(draw.stretch * found, 1.0)
+        if not np.array_equal(self._generated[rows], generated):
+            self._generated[rows] = generated
+            self._drawn.clear()
+        drawn = self._drawn.setdefault((draw, reserve), np.full(len(self.requests), np.nan))
+        fresh = np.isnan(drawn[rows])
+        if fresh.any():  # a decision asks for the same rows many times
+            new = rows[fresh]
+            level = np.modf((new + 1) * _GOLDEN + draw.shift)[0] * draw.cut
+            found = self._remaining(new, generated[fresh], level + (1 - level) * reserve)
+            drawn[new] = found if draw.stretch == 1.0 else np.maximum(draw.stretch * found, 1.0)
+        return drawn[rows]
 
     def _remaining(self, rows: np.ndarray, generated: np.ndarray, level: np.ndarray | float) -> np.ndarray:
         """The forecast within what is possible, whatever it says; the limit where it is no number."""
