@@ -20,7 +20,7 @@ def chunk(t0: float, t1: float, seconds: list[list[float]], prefill: list[list[i
 
 
 def test_by_hand() -> None:
-    records = [
+    records: list[dict] = [
         {"type": "start"},
         {"type": "submit", "t": 0.0},
         # Planned for one second; then three iterations of 1, 2 and 1 s, stretched to the chunk's 8: 2, 4 and 2.

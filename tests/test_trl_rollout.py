@@ -247,7 +247,7 @@ def test_weights_that_are_not_whole_are_refused(model: Path, tmp_path: Path, rol
     several = SimpleNamespace(accelerator=SimpleNamespace(num_processes=4), model=trainer.model)
     with pytest.raises(UnsupportedError, match=r"runs in 4 processes.*start it without accelerate launch"):
         policy_of(several)
-    trainer.model.peft_config = {"default": None}
+    trainer.model.peft_config = {"default": None}  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"PEFT adapter.*merge_and_unload"):
         policy_of(trainer)
 
