@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"wins over the config; by default also {' '.join(DEFAULTS)}",
+        help=CHANGES,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench/lengths"))
     parser.add_argument("--knowledge", nargs="+", choices=KNOWLEDGE, default=list(KNOWLEDGE))
