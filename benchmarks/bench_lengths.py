@@ -1,17 +1,16 @@
 """What learning response lengths is worth in a training: the same run with the history, a wrong one, and without one.
 
-    make bench-lengths                       # about 20 minutes on two cores
-    python benchmarks/bench_lengths.py --set trl.max_steps=16 --knowledge history none
+    make bench-lengths                       # about 15 minutes on two cores
 
-The config is one of `flexfloor train`; its training is run once for each knowledge, and as what is generated does not
-depend on it, all train the same: the responses are equal, only where and with how many workers they are generated
-differs. An epoch is one pass over the prompts; the first knows no prompt yet. Forecasts are those of each rollout
-before it began, held against its real responses.
+First the counting example is trained until its prompts, and not chance, decide how long responses are. Then that model
+is trained on for a few epochs, once for each knowledge. What is generated does not depend on it, so that all train the
+same: the responses are equal, only where and with how many workers they are generated differs. An epoch is one pass
+over the prompts; the first knows no prompt yet. Forecasts are those of each rollout before it began, held against its
+real responses.
 
 The fleet is small for its load, four workers with at most 16 requests each for 256 responses, so that it matters which
-are taken first. Its iterations last what those of Qwen3-30B-A3B would on H200s, three times stretched. Tokens per
-occupied worker-iteration are exact; seconds depend on the machine and are to be compared within one run only. Responses
-change while the model learns, so that epochs are compared with the same epoch of another knowledge.
+are taken first. Its iterations last what those of Qwen3-30B-A3B would on H200s, six times stretched. Tokens per
+occupied worker-iteration are exact; seconds hold the real time of planning, and are to be compared within one run.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -40,11 +40,12 @@ from flexfloor.world.lengths.observations import Observations
 from flexfloor.world.lengths.store import LengthHistory
 
 KNOWLEDGE = ("history", "shuffled", "none")
+TRAINING = ("trl.max_steps=48", "evaluate=false", "trl.save_strategy=no")
 DEFAULTS = (
-    "trl.max_steps=48", "workers=4", "chunk=2", "engine.max_batch=16",
-    "engine.pace=3", "engine.pace_model=qwen3-30b-a3b", "engine.profile=h200",
+    "trl.max_steps=24", "trl.learning_rate=1e-5", "trl.save_strategy=no", "evaluate=false", "workers=4", "chunk=8",
+    "engine.max_batch=16", "engine.pace=6", "engine.pace_model=qwen3-30b-a3b", "engine.profile=h200",
 )  # fmt: skip
-CHANGES = f"wins over the config, as these do: {' '.join(DEFAULTS)}"
+CHANGES = f"wins over the config and over these: {' '.join(DEFAULTS)}"
 
 
 @dataclass
@@ -70,7 +71,7 @@ def run_arm(settings: TrainSettings, config: Path, knowledge: str, console: Cons
     """Raises FlexFloorError."""
     output = settings.output / knowledge
     shutil.rmtree(output, ignore_errors=True)
-    own = settings.model_copy(update={"output": output, "knowledge": knowledge, "evaluate": False})
+    own = settings.model_copy(update={"output": output, "knowledge": knowledge})
     console.print(f"training with knowledge {knowledge} …")
     train(own, config)
     arm = Arm()
@@ -107,7 +108,7 @@ def forecast_table(found: dict[int, dict[str, list[Scores]]]) -> Table:
         title="Forecasts of the rollouts before they began, mean over an epoch's rollouts", title_justify="left"
     )
     for name in ("epoch", "forecast from", "pinball loss", "rank corr.", "below .9", "in 90%"):
-        table.add_column(name, justify="left" if name == "forecast from" else "right")
+        table.add_column(name, justify="left" if name == "forecast from" else "right", no_wrap=True)
     for epoch, by_knowledge in found.items():
         for knowledge, scores in by_knowledge.items():
             values = [
@@ -119,9 +120,10 @@ def forecast_table(found: dict[int, dict[str, list[Scores]]]) -> Table:
 
 
 def cost_table(arms: dict[str, Arm], epochs: Sequence[int]) -> Table:
-    table = Table(title="Tokens per occupied worker-iteration and worker-second", title_justify="left")
-    for name in ("epoch", *(f"{k}, per iteration" for k in arms), *(f"{k}, per s" for k in arms)):
-        table.add_column(name, justify="right")
+    title = "Tokens per occupied worker-iteration and worker-second; ratios to the same epoch without history"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in ("epoch", *(f"{k} / it." for k in arms), *(f"{k} / s" for k in arms)):
+        table.add_column(name, justify="right", no_wrap=True)
     for epoch in epochs:
         rates = [f"{arm.per_occupied(epoch, what):.4g}" for what in ("iteration", "s") for arm in arms.values()]
         table.add_row(str(epoch + 1), *rates)
@@ -132,7 +134,7 @@ def cost_table(arms: dict[str, Arm], epochs: Sequence[int]) -> Table:
                 for what in ("iteration", "s")
                 for arm in arms.values()
             ]
-            table.add_row(f"{epoch + 1}, to none", *(f"{gain:.3f}" for gain in gains))
+            table.add_row(f"{epoch + 1} to none", *(f"{gain:.3f}" for gain in gains))
     return table
 
 
@@ -151,8 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     console = Console()
     quiet_trainer()
+    trained = args.out / "trained"
     try:
-        settings = read_settings(args.config, [*DEFAULTS, *args.set, f"output={str(args.out)!r}"])
+        if not (trained / "model").is_dir():
+            console.print("training the model …")
+            shutil.rmtree(trained, ignore_errors=True)
+            train(read_settings(args.config, [*TRAINING, f"output={str(trained)!r}"]), args.config)
+        model = f"model={str(trained / 'model')!r}"
+        settings = read_settings(args.config, [model, *DEFAULTS, *args.set, f"output={str(args.out)!r}"])
         arms = {name: run_arm(settings, args.config, name, console) for name in args.knowledge}
     except FlexFloorError as error:
         print(f"bench_lengths: {error}", file=sys.stderr)
