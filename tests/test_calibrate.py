@@ -23,7 +23,7 @@ from flexfloor.world.model_config import shape_from_config
 
 TRUTH = replace(
     PROFILES["cpu"], bandwidth=6e9, flops=2e10, fixed_s=3e-3, request_s=2e-5, gather_link=3e8, cores=2.0, look_s=1e-3,
-    latency_s=((2, 1e-4), (3, 4e-4), (4, 3e-4)), switch_s=0.04, pause_s=0.01, move_bytes_per_s=2e9, contention_s=2e-4,
+    latency_s=((2, 1e-4), (3, 4e-4), (4, 3e-4)), switch_s=0.04, pause_s=0.01, move_bytes_per_s=2e9,
 )  # fmt: skip
 SMALL = shape_from_config({
     "model_type": "qwen3_moe", "dtype": "float32", "vocab_size": 512, "max_position_embeddings": 2048,
@@ -36,8 +36,7 @@ LARGE = replace(SMALL, dense_bytes=SMALL.dense_bytes * 8, expert_bytes=SMALL.exp
 def write_ledger(
     path: Path, truth: DeviceProfile, workers: int, shape: ModelShape = SMALL, seed: int = 0, **fleet: Any
 ) -> Path:
-    """A ledger of a run that takes exactly what `truth` says: batches drawn at random, prompts first, a single request
-    in every tenth chunk, resizes."""
+    """A ledger of a run that takes exactly what `truth` says: batches drawn at random, prompts first, two resizes."""
     rng = random.Random(seed)
     info = {
         "kind": "engine", "model": "small", "shape": asdict(shape), "workers": workers, "numerics_path": "cbwr",
@@ -56,16 +55,15 @@ def write_ledger(
         for _ in range(8):
             prefill = {w: rng.randrange(200) if number % 10 == 0 else 0 for w in members}
             live = {w: max(1, n - (rng.random() < 0.06)) for w, n in live.items()}
-            batch = live if number % 10 != 7 else {w: int(w == 0) for w in members}
             kv = {w: kv[w] + live[w] * rng.randrange(1, 5) for w in members}
             seconds = iteration_seconds(
-                truth, shape, batch=[batch[w] for w in members], kv_tokens=[kv[w] for w in members],
+                truth, shape, batch=[live[w] for w in members], kv_tokens=[kv[w] for w in members],
                 prefill_tokens=[prefill[w] for w in members],
             )  # fmt: skip
             t += seconds
             for w in members:
                 columns[w]["seconds"].append(seconds)
-                columns[w]["batch"].append(batch[w])
+                columns[w]["batch"].append(live[w])
                 columns[w]["prefill_tokens"].append(prefill[w])
                 columns[w]["kv_tokens"].append(kv[w])
         records.append({
@@ -106,8 +104,7 @@ def test_a_profile_is_found_again(tmp_path: Path):
     assert found.held_out.p90 < 1e-4  # the base has other links
     assert abs(found.held_out.total) < 1e-4
     assert sorted(found.by_workers) == [1, 2, 3, 4]
-    fitted = ("bandwidth", "flops", "fixed_s", "request_s", "gather_link", "look_s", "move_bytes_per_s", "contention_s")
-    for name in fitted:
+    for name in ("bandwidth", "flops", "fixed_s", "request_s", "gather_link", "look_s", "move_bytes_per_s"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUTH, name), rel=0.02), name
     assert (profile.switch_s, profile.pause_s) == pytest.approx((TRUTH.switch_s, TRUTH.pause_s), rel=0.02)
     assert [m for m, _ in profile.latency_s] == [2, 3, 4]
@@ -153,20 +150,13 @@ def test_groups_that_scatter_more_are_not_taken_for_accidents(tmp_path: Path):
     assert runs[-1].predict(profile).sum() == pytest.approx(runs[-1].seconds.sum(), rel=0.08)
 
 
-def test_cores_that_suffice_tell_nothing_of_contention(tmp_path: Path):
-    base = replace(TRUTH, contention_s=7e-4)
-    found = calibrate([read_run(write_ledger(tmp_path / f"{m}.jsonl", TRUTH, m)) for m in (1, 2)], base, 2)
-    assert found.profile.contention_s == 7e-4
-    assert "contention_s" in found.kept
-
-
 def test_what_runs_do_not_tell_is_the_base(tmp_path: Path):
     base = replace(PROFILES["h800"], imbalance=1.3)
     found = calibrate([read_run(write_ledger(tmp_path / "one.jsonl", TRUTH, 1))], base, cores=math.inf)
     assert found.profile.latency_s == base.latency_s
     assert (found.profile.switch_s, found.profile.pause_s) == (base.switch_s, pytest.approx(TRUTH.pause_s))
     kept = {"switch_s", "latency_s", "gather_link", "memory_bytes", "reserve_bytes", "imbalance", "node_link"}
-    assert kept | {"contention_s"} <= set(found.kept)
+    assert kept <= set(found.kept)
     assert all(getattr(found.profile, name) == getattr(base, name) for name in found.kept)
 
 

@@ -145,26 +145,6 @@ def test_workers_that_share_cores():
     assert alone == pytest.approx(3 + 0.6 + 0.6 + 0.4 * (1 - 0.5**6) + 0.06 + exchange)
 
 
-def test_busy_workers_beyond_the_cores_wait_for_one_in_every_exchange():
-    # Two layers have four exchanges. On two cores three workers with a row are one too many, four are two.
-    device = replace(DEVICE, cores=2, ranks_per_node=4)
-
-    def waits(device: DeviceProfile, *batch: int) -> float:
-        contended = replace(device, contention_s=0.25)
-        with_it, without = (
-            iteration_seconds(d, SHAPE, batch=batch, kv_tokens=[0] * len(batch), prefill_tokens=[0] * len(batch))
-            for d in (contended, device)
-        )
-        return with_it - without
-
-    assert waits(device, 5, 4, 3) == pytest.approx(4 * 0.25 * 1)
-    assert waits(device, 1, 1, 1, 1) == pytest.approx(4 * 0.25 * 2)
-    # Exactly none where every busy worker has a core, or a device of its own, or is alone.
-    assert waits(device, 1, 1, 0, 0) == waits(device, 9, 9) == waits(device, 9) == 0
-    assert waits(DEVICE, *[9] * 8) == 0
-    assert waits(replace(device, cores=1), 7) == 0
-
-
 def test_workers_without_a_row_leave_the_cores_to_others():
     device = replace(DEVICE, cores=2)
     one, three = (
@@ -180,14 +160,13 @@ def test_fewer_cores_are_never_faster(work: list[tuple[int, int, int]], cores: f
     batch, kv, prefill = map(list, zip(*work, strict=True))
     arrays = {"batch": batch, "kv_tokens": kv, "prefill_tokens": prefill}
     own = iteration_seconds(PROFILES["h800"], QWEN3_30B, **arrays)
-    sharing = replace(PROFILES["h800"], cores=cores, contention_s=1e-4)
-    shared = iteration_seconds(sharing, QWEN3_30B, **arrays)
+    shared = iteration_seconds(replace(PROFILES["h800"], cores=cores), QWEN3_30B, **arrays)
     assert shared == own if cores >= len(work) else shared >= own
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), *[st.integers(0, 10_000)] * 6), min_size=1, max_size=20))
 def test_arrays_cost_what_their_entries_cost(rows: list[tuple[int, ...]]):
-    cost = IterationCost(replace(PROFILES["slow"], cores=5, contention_s=1e-4), QWEN3_30B)
+    cost = IterationCost(replace(PROFILES["slow"], cores=5), QWEN3_30B)
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     one_by_one = [seconds_core(cost.coefficients, cost.latency, *row) for row in rows]
     assert cost.seconds(*columns).tolist() == one_by_one

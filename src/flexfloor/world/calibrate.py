@@ -235,8 +235,8 @@ def _rounded(profile: DeviceProfile) -> DeviceProfile:
 class _Model:
     """The iteration time as a function of the fitted parameters, over the iterations of runs.
 
-    parameters: fixed_s, 1/bandwidth, 1/flops, request_s; with groups of two or more 1/gather_link and the latency of
-    each size of group; with larger groups than `cores` contention_s.
+    parameters: fixed_s, 1/bandwidth, 1/flops, request_s, and with groups of two or more 1/gather_link and the latency
+    of each size of group.
     """
 
     def __init__(self, runs: Sequence[Run], base: DeviceProfile, cores: float) -> None:
@@ -245,8 +245,6 @@ class _Model:
         self._sizes = sorted({int(m) for m in self._workers if m > 1})
         self.kept: tuple[str, ...] = ("node_link", "cross_link", "ranks_per_node")
         self.kept += () if self._sizes else ("latency_s", "gather_link")
-        self._contended = max(self._sizes, default=1) > cores
-        self.kept += () if self._contended else ("contention_s",)
 
     def fit(self, measured: np.ndarray, use: np.ndarray) -> tuple[np.ndarray, int]:
         """The parameters, and how many of the iterations `use` (bool) were left out as outliers.
@@ -289,8 +287,6 @@ class _Model:
             "request_s": request_s,
         }
         values |= {"bandwidth": _speed(per_byte), "flops": _speed(per_operation)}  # 0 only on the way
-        if self._contended:
-            values["contention_s"] = grouped.pop()
         if grouped:
             gather, *latencies = grouped
             values["gather_link"] = _speed(gather)
@@ -302,7 +298,7 @@ class _Model:
         base = self._base
         own = [max(base.fixed_s, 1e-6), 1 / base.bandwidth, 1 / base.flops, max(base.request_s, 1e-9)]
         link = base.gather_link if math.isfinite(base.gather_link) else base.node_link
-        return np.array(own + [1 / link] * bool(self._sizes) + [1e-4] * (len(self._sizes) + self._contended))
+        return np.array(own + [1 / link] * bool(self._sizes) + [1e-4] * len(self._sizes))
 
     def _predict(self, parameters: np.ndarray) -> np.ndarray:
         profile = self.profile(parameters)

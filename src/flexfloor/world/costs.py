@@ -35,15 +35,15 @@ _MOST_READ_IMBALANCE = 1.1  # a worker with more than its share of tokens reads 
 
 # Places in the vector of `coefficients`.
 _FIXED, _KV, _REQUEST, _DENSE, _READ, _MISSED, _EXPERT, _IMBALANCE = range(8)
-_EXCHANGES, _NODE, _CROSS, _GATHER, _PER_NODE, _COPIES, _CORES, _CONTENTION = range(8, 16)
+_EXCHANGES, _NODE, _CROSS, _GATHER, _PER_NODE, _COPIES, _CORES = range(8, 15)
 
 
 def coefficients(profile: DeviceProfile, shape: ModelShape) -> np.ndarray:
-    """What `seconds_core` needs of a device and a model, beside the latency table: float64 [16]."""
+    """What `seconds_core` needs of a device and a model, beside the latency table: float64 [15]."""
     dense, itemsize = shape.dense_bytes - shape.lookup_bytes, shape.itemsize
     experts, chosen = shape.all_expert_bytes, shape.top_k / shape.experts
     row = shape.hidden * itemsize
-    c = np.empty(16)
+    c = np.empty(15)
     c[_FIXED] = profile.fixed_s + dense / profile.bandwidth
     c[_KV] = shape.kv_token_bytes / profile.bandwidth
     c[_REQUEST] = profile.request_s
@@ -56,7 +56,6 @@ def coefficients(profile: DeviceProfile, shape: ModelShape) -> np.ndarray:
     c[_NODE], c[_CROSS] = row / profile.node_link, row / profile.cross_link
     c[_GATHER] = row / profile.gather_link
     c[_PER_NODE], c[_COPIES], c[_CORES] = profile.ranks_per_node, shape.top_k, profile.cores
-    c[_CONTENTION] = profile.contention_s
     return c
 
 
@@ -96,8 +95,7 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
         + max(batch)·(2·params(D)/flops + request_s)
         + max[E/m·(1 − (1 − k/n)^(B+P))·min(imb, 1.1)/bandwidth, imb·B/m·2·params(E)·k/n/flops]
         + max(prefill)·2·params(D)/flops + imb·P/m·2·params(E)·k/n/flops
-        + 2·L·{latency(m) + row·max(rows)·(d_node/node_link + d_cross/cross_link) + row·(B+P)/gather_link
-               + contention_s·max(0, busy − cores)}                                                        (0 if m = 1)
+        + 2·L·{latency(m) + row·max(rows)·(d_node/node_link + d_cross/cross_link) + row·(B+P)/gather_link}  (0 if m = 1)
 
         d_node = m·(1 − (1 − 1/m)^k), d_cross = (nodes − 1)·(1 − (1 − 1/nodes)^k), nodes = ⌈m/ranks_per_node⌉
 
@@ -106,14 +104,13 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
 
     Where all workers share `cores` devices (a machine with fewer cores than workers), a term of the first four lines
     is the larger one of its value for the slowest worker and of its sum over all workers divided by `cores`. Of
-    `fixed + D/bandwidth` the sum is over the busy workers, those with a row, taken as min(m, B+P) (the others wait more
-    than they work); Σ kv is taken as max(kv)·B/max(batch), at most m·max(kv). In every exchange all wait for the last
-    one, and each busy worker beyond `cores` has to be switched in before: contention_s.
+    `fixed + D/bandwidth` the sum is over workers with a row, taken as min(m, B+P) (the others wait more than they
+    work); Σ kv is taken as max(kv)·B/max(batch), at most m·max(kv).
 
     Source: the cost model of the project's policy study, there for Qwen3-30B-A3B and for decoding and prefill apart;
     here prefill shares the iteration's reading of experts and its exchanges. The attention of prefill tokens over their
-    own context, and differences between layers, are left out. request_s, gather_link, cores and contention_s come from
-    runs of this engine on CPUs.
+    own context, and differences between layers, are left out. request_s, gather_link and cores come from runs of this
+    engine on CPUs.
     """
     m, cores = workers, c[_CORES]
     imbalance = c[_IMBALANCE] if m > 1 else 1.0
@@ -123,8 +120,7 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
     touched = 1 - c[_MISSED] ** tokens
     read = c[_READ] * touched * max(min(imbalance, _MOST_READ_IMBALANCE) / m, 1 / cores)
     share = max(imbalance / m, 1 / cores)  # of the experts' products, for whoever takes longest
-    busy = min(m, tokens)
-    seconds = c[_FIXED] * max(1.0, busy / cores) + c[_KV] * max(kv_max, kv_total / cores)
+    seconds = c[_FIXED] * max(1.0, min(m, tokens) / cores) + c[_KV] * max(kv_max, kv_total / cores)
     seconds += c[_DENSE] * (max(batch_max, batch_total / cores) + max(prefill_max, prefill_total / cores))
     seconds += c[_REQUEST] * max(batch_max, batch_total / cores)
     seconds += max(read, batch_total * share * c[_EXPERT]) + prefill_total * share * c[_EXPERT]
@@ -133,8 +129,7 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
         to_node = m * (1 - (1 - 1 / m) ** c[_COPIES])
         across = (nodes - 1) * (1 - (1 - 1 / nodes) ** c[_COPIES])
         sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across) + tokens * c[_GATHER]
-        waits = c[_CONTENTION] * max(0.0, busy - cores)
-        seconds += c[_EXCHANGES] * (latency_seconds(latency, m) + sent + waits)
+        seconds += c[_EXCHANGES] * (latency_seconds(latency, m) + sent)
     return seconds
 
 
@@ -154,7 +149,7 @@ def _fill(c, latency, m, batch_max, batch_total, kv_max, prefill_max, prefill_to
 class IterationCost:
     """The time of iterations of one model on one kind of device.
 
-    coefficients, latency: what `seconds_core` takes, float64 [16] and [sizes, 2].
+    coefficients, latency: what `seconds_core` takes, float64 [15] and [sizes, 2].
     """
 
     def __init__(self, profile: DeviceProfile, shape: ModelShape) -> None:

@@ -38,7 +38,6 @@ class DeviceProfile:
     gather_link: float = math.inf  # bytes/s at which a worker takes in the rows of all; inf: owners alone get a row
     cores: float = math.inf  # devices that all workers share; inf: each worker has its own
     look_s: float = 0.0  # seconds between two advances: the driver's look at the fleet
-    contention_s: float = 0.0  # seconds of an exchange for every worker with work beyond `cores`
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def _to_profile(path: Path, values: dict[str, Any]) -> DeviceProfile:
     return DeviceProfile(**values | {"latency_s": tuple((size, float(s)) for size, s in values["latency_s"])})
 
 
-_MAY_BE_ZERO = ("fixed_s", "reserve_bytes", "switch_s", "request_s", "look_s", "contention_s")
+_MAY_BE_ZERO = ("fixed_s", "reserve_bytes", "switch_s", "request_s", "look_s")
 
 
 def _fault(name: str, value: Any) -> str | None:
