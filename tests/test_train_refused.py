@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from train_place import Place
 
 
@@ -29,6 +30,11 @@ REFUSED = {
     "budget below the floor": ("engine.worker_memory=8MiB", "worker_memory 8.0 MiB is too small"),
     "unknown policy": ("policy=best", "policy 'best' is not known"),
     "more workers than experts": ("workers=17", "workers is 17 but the model has 16 experts"),
+    "no temperature": ("trl.temperature=-1", "[trl] temperature is -1.0; give 0 (greedy) or a positive number"),
+    "no probability": ("trl.top_p=2", "[trl] top_p is 2.0; give a number in (0, 1]"),
+    "no room for a token": ("trl.max_completion_length=0", "[trl] max_completion_length is 0; give at least 1"),
+    "empty batches": ("trl.per_device_train_batch_size=0", "[trl] per_device_train_batch_size is 0; give 1 or more"),
+    "no steps": ("trl.max_steps=0", "[trl] max_steps is 0; there would be nothing to train"),
     "options that are no table": ("trl.model_init_kwargs=dtype", "[trl] model_init_kwargs is 'dtype'; give a table"),
 }
 
@@ -50,3 +56,20 @@ def test_refused_before_a_process_starts(
     assert err.startswith("flexfloor: error: ")
     assert err.count("\n") == 1
     assert not (place.folder / "refused").exists()
+
+
+def test_an_output_folder_that_cannot_be_made(place: Place, capsys: pytest.CaptureFixture[str]):
+    assert place.train("unmade", "--quiet", "--set", "output=/proc/unmade") == 2
+    err = capsys.readouterr().err
+    assert "output /proc/unmade cannot be made" in err
+    assert err.count("\n") == 1
+
+
+def test_an_output_folder_that_another_run_writes(place: Place, capsys: pytest.CaptureFixture[str]):
+    folder = place.folder / "shared"
+    folder.mkdir()
+    with FileLock(folder / ".lock"):
+        assert place.train("shared", "--quiet") == 2
+    err = capsys.readouterr().err
+    assert f"output {folder} is in use by another run; name another folder" in err
+    assert err.count("\n") == 1

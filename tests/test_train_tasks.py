@@ -108,6 +108,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "empty function": ({"train": "own_task:nothing"}, "own_task:nothing holds no prompts; give at least one row"),
     "function that fails": ({"train": "own_task:broken"}, "task.train: own_task:broken fails (ValueError: no)"),
     "wrong arguments": ({"train": ROWS, "arguments": {"m": 1}}, "task.train: own_task:rows fails (TypeError: "),
+    "arguments of a file": ({"train": "p.jsonl", "arguments": {"a": 1}}, "p.jsonl is a file, which takes no arguments"),
     "no rows": ({"train": "own_task:strings"}, "own_task:strings: row 1 is not an object"),
     "not a function": ({"train": "own_task:number"}, "task.train: 'own_task:number' is no function (int); name one"),
     "no such module": ({"train": "nonesuch:rows"}, "there is no module 'nonesuch'; put nonesuch.py beside the config"),
@@ -282,6 +283,14 @@ def test_what_a_reward_function_raises_is_one_line_and_a_traceback(tmp_path: Pat
     )
     assert 'raise KeyError("solution")' in file.read_text()
     assert len(seconds) == 1
+
+
+def test_a_reward_function_that_exits_is_told_like_one_that_raises(tmp_path: Path):
+    def judge(**_: Any) -> Any:
+        raise SystemExit("bye")
+
+    with pytest.raises(RewardError, match="reward function judge in step 7 raised SystemExit: bye"):
+        watched(judge, tmp_path)[0](**CALL)
 
 
 def test_asynchronous_rewards_are_watched_too(tmp_path: Path):

@@ -124,6 +124,7 @@ def warm_up(out: Path, *, steps: int = 500, seed: int = 0, threads: int = 1) -> 
             save_strategy="no",
             report_to="none",
             use_cpu=True,
+            disable_tqdm=True,
             seed=seed,
         )
         Trainer(
@@ -146,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     quiet_transformers()
     started = time.perf_counter()
+    print(f"warming up a tiny model for {options.steps} steps, about a minute", flush=True)
     try:
         warm_up(options.out, steps=options.steps, seed=options.seed, threads=options.threads)
     except InputError as error:

@@ -140,12 +140,31 @@ def make_grpo_config(values: Mapping[str, Any], settings: TrainSettings, config:
         raise InputError(f"{config}: [trl] {told(error)}") from error
 
 
+def check_sampling(args: Any, config: Path) -> None:
+    """Raises InputError for what no response can be drawn with, before a worker is started."""
+    from flexfloor.requests import SamplingParams
+
+    if not args.max_completion_length or args.max_completion_length < 1:
+        raise InputError(f"{config}: [trl] max_completion_length is {args.max_completion_length}; give at least 1")
+    try:
+        SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0)
+    except InputError as error:
+        raise InputError(f"{config}: [trl] {error}") from None
+
+
 def check_sizes(args: Any, settings: TrainSettings, config: Path, *, train: int, held_out: int) -> None:
     """See that there are prompts enough for one generation, where TRL would end at once without a step.
 
     train, held_out: prompts. Raises InputError.
     """
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        name = "max_steps" if args.max_steps == 0 else "num_train_epochs"
+        raise InputError(f"{config}: [trl] {name} is 0; there would be nothing to train, give more")
     batch, group = args.generation_batch_size, args.num_generations
+    if args.per_device_train_batch_size < 1 or batch < 1:
+        raise InputError(
+            f"{config}: [trl] per_device_train_batch_size is {args.per_device_train_batch_size}; give 1 or more"
+        )
     if train < batch // group:
         raise InputError(
             f"{config}: {train} training prompts are fewer than the {batch // group} of one generation "

@@ -157,7 +157,10 @@ def save_last_step(trainer: Any, steps: WholeSteps, tell: Callable[[str], None])
     """
     step = trainer.state.global_step
     folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
-    if step < 1 or not steps.whole or what_it_lacks(step, folder) is None:
+    if step < 1 or not steps.whole:
+        return
+    if what_it_lacks(step, folder) is None:
+        tell(f"{folder} is there; go on with --resume")
         return
     try:
         steps.restore(trainer.state)

@@ -43,7 +43,7 @@ def watch(reward: Callable[..., Any], seconds: Callable[[float], None], error_fi
             begin = time.perf_counter()
             try:
                 returned = await reward(**call)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _raised(name, error, call, error_file) from error
             finally:
                 seconds(time.perf_counter() - begin)
@@ -56,7 +56,7 @@ def watch(reward: Callable[..., Any], seconds: Callable[[float], None], error_fi
         begin = time.perf_counter()
         try:
             returned = reward(**call)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _raised(name, error, call, error_file) from error
         finally:
             seconds(time.perf_counter() - begin)
@@ -71,7 +71,7 @@ def _step(call: dict[str, Any]) -> str:
     return "" if state is None else f" in step {state.global_step + 1}"
 
 
-def _raised(name: str, error: Exception, call: dict[str, Any], file: Path) -> RewardError:
+def _raised(name: str, error: BaseException, call: dict[str, Any], file: Path) -> RewardError:
     where = ""
     try:
         with atomic_write(file) as out:

@@ -84,6 +84,8 @@ def _rows(where: str, source: str, arguments: Mapping[str, Any]) -> list[tuple[s
             rows = [(f"{source}: row {number}", row) for number, row in enumerate(made, 1)]
         except Exception as error:  # whatever the user's function raises
             raise InputError(f"{where}: {source} fails ({told(error)})") from error
+    elif arguments:
+        raise InputError(f"{where}: {source} is a file, which takes no arguments; leave them out")
     else:
         rows = read_rows(Path(source), fields=None)
     found = []

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from flexfloor.errors import FlexFloorError, InputError
-from flexfloor.integrations.trl.arguments import check_owned, check_sizes, grpo_fields, make_grpo_config, require_trl
+from flexfloor.integrations.trl.arguments import (
+    check_owned,
+    check_sampling,
+    check_sizes,
+    grpo_fields,
+    make_grpo_config,
+    require_trl,
+)
 from flexfloor.integrations.trl.named import importable, told
 from flexfloor.integrations.trl.rewards import watch
 from flexfloor.integrations.trl.settings import OF_FILES, OF_REASONING_GYM, TrainSettings
@@ -19,6 +26,8 @@ from flexfloor.outputs import atomic_write
 from flexfloor.settings import read_toml
 
 Tell = Callable[[str], None]
+_LOCK = ".lock"
+_WITHOUT_EFFECT = " (without effect: the checkpoint's optimizer and its schedule go on)"
 
 
 def train(
@@ -41,7 +50,8 @@ def train(
     check_output(settings.output, config, resume)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("flexfloor train is one process, whose workers it starts itself; run it without a launcher")
-    with importable(config.absolute().parent, Path.cwd()), undone_if_empty(settings.output):
+    folders = importable(config.absolute().parent, Path.cwd())
+    with folders, undone_if_empty(settings.output), locked(settings.output, config):
         return _train(settings, config, resume, tell, on_log)
 
 
@@ -74,6 +84,7 @@ def _train(
     args = make_grpo_config(
         fields | {"model_init_kwargs": None}, settings, config, evaluate_first=evaluate and not begun
     )
+    check_sampling(args, config)
     check_sizes(args, settings, config, train=len(task.train), held_out=len(task.eval))
 
     steps = WholeSteps()
@@ -154,7 +165,7 @@ def check_output(output: Path, config: Path, resume: bool) -> None:
     folder = next(p for p in (output.absolute(), *output.absolute().parents) if p.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{config}: output {output}: {folder} is not a folder that can be written to; name another")
-    if not output.is_dir() or not any(output.iterdir()):
+    if not output.is_dir() or not any(file.name != _LOCK for file in output.iterdir()):
         return
     if not resume:
         raise InputError(f"{config}: output {output} holds files already; name a new folder, or go on with --resume")
@@ -175,6 +186,26 @@ def undone_if_empty(folder: Path) -> Iterator[None]:
             except OSError:
                 break
         raise
+
+
+@contextmanager
+def locked(output: Path, config: Path) -> Iterator[None]:
+    """Inside the block the output folder is there and belongs to this run alone. Raises InputError."""
+    from filelock import FileLock, Timeout
+
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(output / _LOCK)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(f"{config}: output {output} is in use by another run; name another folder") from None
+    except OSError as error:
+        raise InputError(f"{config}: output {output} cannot be made ({error.strerror}); name another folder") from None
+    try:
+        yield
+    finally:
+        (output / _LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 @contextmanager
@@ -247,7 +278,7 @@ def make_trainer(config: Path, **arguments: Any) -> Any:
 
 def write_config(settings: TrainSettings, fields: Mapping[str, Any], threads: int, device: str, tell: Tell) -> None:
     """Every field with the value it has; what a resumed run has other than before is told."""
-    from flexfloor.integrations.trl.records import CONFIG, changed, to_toml
+    from flexfloor.integrations.trl.records import CONFIG, KEPT_BY_OPTIMIZER, changed, to_toml
 
     resolved = settings.model_dump(mode="json") | {"trl": dict(fields), "trainer_threads": threads}
     if settings.deterministic is None:
@@ -260,7 +291,8 @@ def write_config(settings: TrainSettings, fields: Mapping[str, Any], threads: in
         import tomllib
 
         for change in changed(read_toml(file), tomllib.loads(text)):
-            tell(f"changed since the run began: {change}")
+            kept = change.startswith(KEPT_BY_OPTIMIZER)
+            tell(f"changed since the run began: {change}{_WITHOUT_EFFECT if kept else ''}")
     with atomic_write(file) as out:
         out.write(text)
 
