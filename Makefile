@@ -50,7 +50,7 @@ demo: setup $(TINY)/config.json $(COUNTING)/config.json  ## requests with and wi
 	  --pace 16 --prefill-tokens 64 --chunk 8 --out-dir $(DEMO)
 	rm -rf $(DEMO)/training
 	$(BIN)/flexfloor train examples/counting/config.toml \
-	  --set output=$(DEMO)/training --set model=$(COUNTING) --set trl.max_steps=12
+	  --set output=$(DEMO)/training --set model=$(COUNTING) --set trl.max_steps=10
 
 $(TINY)/config.json: examples/make_tiny_model.py | setup
 	rm -rf $(TINY)
