@@ -31,6 +31,7 @@ from rich.table import Table
 
 from flexfloor.cli.train import quiet_trainer
 from flexfloor.errors import FlexFloorError
+from flexfloor.integrations.trl.rollout import HISTORY_FILE
 from flexfloor.integrations.trl.settings import TrainSettings, read_settings
 from flexfloor.integrations.trl.training import train
 from flexfloor.ledger.accounting import Summary, summarize
@@ -75,7 +76,7 @@ def run_arm(settings: TrainSettings, config: Path, knowledge: str, console: Cons
     console.print(f"training with knowledge {knowledge} …")
     train(own, config)
     arm = Arm()
-    with LengthHistory(output / "length_history.sqlite", create=False) as history:
+    with LengthHistory(output / HISTORY_FILE, create=False) as history:
         arm.observed = history.load()
     seen: set[str] = set()
     epoch = 0

@@ -99,8 +99,13 @@ def test_a_reward_that_raises_keeps_the_last_step_and_the_run_goes_on_bit_for_bi
     (run / "checkpoint-4").mkdir()
     shutil.copy(run / "checkpoint-3" / "model.safetensors", run / "checkpoint-4")
     monkeypatch.delenv("BREAK")
-    assert place.train("raises", "--resume") == 0
+    # What the optimizer has saved goes on whatever the config says now, and the run says so.
+    changes = ("--set", "trl.learning_rate=0.5", "--set", "trl.weight_decay=0.3", "--set", "trl.adam_beta1=0.1")
+    assert place.train("raises", "--resume", *changes) == 0
     err = capsys.readouterr().err
+    for name in ("learning_rate", "weight_decay", "adam_beta1"):
+        (told,) = (line for line in err.splitlines() if f"changed since the run began: trl.{name} " in line)
+        assert told.endswith("(without effect: the checkpoint's optimizer goes on)")
     assert "checkpoint-4 is not whole (it lacks trainer_state.json); skipped" in err
     assert "going on from" in err
     assert_equal(run, whole)
@@ -122,10 +127,11 @@ def test_a_reward_that_is_no_number(place: Place, monkeypatch: pytest.MonkeyPatc
     assert "reward function reward in step 1 returned nan for row 0 (prompt 'tell me" in last_line(capsys)
     assert not list((place.folder / "nan").glob("checkpoint-*"))
     monkeypatch.delenv("BREAK")
-    assert place.train("nan", "--resume", "--set", "trl.max_steps=1") == 0
+    assert place.train("nan", "--resume", "--set", "trl.max_steps=1", "--set", "trl.weight_decay=0.1") == 0
     err = capsys.readouterr().err
     assert "no whole checkpoint to go on from: starting from the beginning" in err
     assert "changed since the run began: trl.max_steps 5 → 1" in err
+    assert "without effect" not in err, "there was no checkpoint to take anything from"
 
 
 def test_ctrl_c_keeps_the_last_step(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

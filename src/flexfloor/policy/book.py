@@ -126,7 +126,9 @@ class Book:
         if not np.array_equal(self._generated[rows], generated):
             self._generated[rows] = generated
             self._drawn.clear()
-        drawn = self._drawn.setdefault((draw, reserve), np.full(len(self.requests), np.nan))
+        drawn = self._drawn.get((draw, reserve))
+        if drawn is None:
+            drawn = self._drawn[draw, reserve] = np.full(len(self.requests), np.nan)
         fresh = np.isnan(drawn[rows])
         if fresh.any():  # a decision asks for the same rows many times
             new = rows[fresh]

@@ -47,9 +47,9 @@ def log_metrics(trainer: Any, mode: str, values: dict[str, float]) -> None:
 
 @dataclass
 class StepClock:
-    """Seconds of the training step that is under way."""
+    """Seconds of the training step that is under way, which begins with it."""
 
-    begin: float | None = None
+    begin: float = field(default_factory=time.perf_counter)
     rollout_s: float = 0.0  # of the rollout function, from its call to its return
     generation_s: float = 0.0  # of these, computed tokens and resizes
     reward_s: float = 0.0
@@ -57,7 +57,7 @@ class StepClock:
     def metrics(self) -> dict[str, float]:
         """train_s: forward, backward and optimizer, with what the trainer does besides. overhead_share: of the step,
         what the rollout function adds beside generation: planning, weights, bookkeeping."""
-        step_s = time.perf_counter() - (self.begin or 0.0)
+        step_s = time.perf_counter() - self.begin
         return {
             "step_s": step_s,
             "reward_s": self.reward_s,
@@ -75,12 +75,11 @@ class StepCallback(TrainerCallback):
     clock: StepClock = field(default_factory=StepClock)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self.clock = StepClock(time.perf_counter())
+        self.clock = StepClock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if self.clock.begin is not None and self.clock.rollout_s:
+        if self.clock.rollout_s:
             self.log(self.clock.metrics())
-        self.clock = StepClock()
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if state.is_world_process_zero:

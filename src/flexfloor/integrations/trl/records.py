@@ -63,12 +63,6 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> 
             yield f"{table}{key} {before!r} → {after!r}"
 
 
-KEPT_BY_OPTIMIZER = tuple(
-    f"trl.{name}" for name in ("learning_rate", "weight_decay", "adam_", "lr_scheduler", "warmup_")
-)
-"""Beginnings of the settings whose values a resumed run takes from its checkpoint."""
-
-
 class MetricsFile(TrainerCallback):
     """One JSON object a log call: step, epoch and what the trainer logs. Values that are no finite numbers are null."""
 

@@ -30,7 +30,7 @@ from flexfloor.ledger.timing import split_time
 from flexfloor.policy import make_policy
 from flexfloor.prompts import encode_prompt
 from flexfloor.requests import Request, Response, SamplingParams, hash_prompt
-from flexfloor.rollout import RolloutProgress, RolloutResult, rollout
+from flexfloor.rollout import RolloutResult, rollout
 from flexfloor.settings import EngineSettings
 from flexfloor.world.lengths.knowledge import make_lengths
 from flexfloor.world.lengths.observations import Split
@@ -52,7 +52,7 @@ class FlexFloorRollout:
     of the length history; `auto` is `length_history.sqlite` in the trainer's output folder, which every checkpoint gets
     a copy of and which goes back to that copy at a resume; None forgets lengths. ledgers: folder for a ledger of every
     rollout. check_responses: responses of a rollout whose log-probabilities are held against the trainer's own forward.
-    on_phase, on_progress: told how far a launch and a rollout are. engine: fields of EngineSettings.
+    on_phase: told what the launch does. engine: fields of EngineSettings.
 
     Use it as a context manager, or `close` it; it also closes when a rollout fails. Raises InputError before a process
     is started.
@@ -72,7 +72,6 @@ class FlexFloorRollout:
         ledgers: Path | str | None = None,
         check_responses: int = 1,
         on_phase: Callable[[str], None] | None = None,
-        on_progress: Callable[[RolloutProgress], None] | None = None,
         **engine: Any,
     ) -> None:
         if check_responses < 0:
@@ -88,7 +87,7 @@ class FlexFloorRollout:
         load_history(self._history)
         self._history_by_trainer = history == "auto"
         self._ledgers = Path(ledgers) if ledgers is not None else None
-        self._check_responses, self._on_progress = check_responses, on_progress
+        self._check_responses = check_responses
         self._options: dict[str, Any] = limits | {
             "policy": policy, "knowledge": knowledge, "chunk": chunk, "profile": profile
         }  # fmt: skip
@@ -224,7 +223,6 @@ class FlexFloorRollout:
             history=self._history,
             split=mode,
             ledger=ledger,
-            on_progress=self._on_progress,
             **self._options,
         )
         return result, ledger

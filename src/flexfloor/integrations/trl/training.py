@@ -27,7 +27,8 @@ from flexfloor.settings import read_toml
 
 Tell = Callable[[str], None]
 _LOCK = ".lock"
-_WITHOUT_EFFECT = " (without effect: the checkpoint's optimizer and its schedule go on)"
+_OF_OPTIMIZER = ("trl.learning_rate", "trl.weight_decay", "trl.adam_")
+"""Settings whose values a resumed run has from its checkpoint: torch's optimizers save and load them."""
 
 
 def train(
@@ -126,7 +127,7 @@ def _train(
                 **engine,
             )
         )
-        write_config(settings, fields, threads, args.device.type, tell)
+        write_config(settings, fields, threads, args.device.type, bool(begun), tell)
         metrics = records.MetricsFile(settings.output / records.METRICS, from_step=step, on_log=on_log)
         stack.callback(metrics.close)
         trainer.add_callback(metrics)
@@ -276,9 +277,11 @@ def make_trainer(config: Path, **arguments: Any) -> Any:
         raise InputError(f"{config}: [trl] {told(error)}") from error
 
 
-def write_config(settings: TrainSettings, fields: Mapping[str, Any], threads: int, device: str, tell: Tell) -> None:
+def write_config(
+    settings: TrainSettings, fields: Mapping[str, Any], threads: int, device: str, from_checkpoint: bool, tell: Tell
+) -> None:
     """Every field with the value it has; what a resumed run has other than before is told."""
-    from flexfloor.integrations.trl.records import CONFIG, KEPT_BY_OPTIMIZER, changed, to_toml
+    from flexfloor.integrations.trl.records import CONFIG, changed, to_toml
 
     resolved = settings.model_dump(mode="json") | {"trl": dict(fields), "trainer_threads": threads}
     if settings.deterministic is None:
@@ -291,8 +294,9 @@ def write_config(settings: TrainSettings, fields: Mapping[str, Any], threads: in
         import tomllib
 
         for change in changed(read_toml(file), tomllib.loads(text)):
-            kept = change.startswith(KEPT_BY_OPTIMIZER)
-            tell(f"changed since the run began: {change}{_WITHOUT_EFFECT if kept else ''}")
+            kept = from_checkpoint and change.startswith(_OF_OPTIMIZER)
+            note = " (without effect: the checkpoint's optimizer goes on)" if kept else ""
+            tell(f"changed since the run began: {change}{note}")
     with atomic_write(file) as out:
         out.write(text)
 
