@@ -17,7 +17,7 @@ Times `t*` are seconds since the first request was handed over.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -118,13 +118,14 @@ def end_record(
 class LedgerWriter:
     """Writes records to a file at its final name, valid after every line, and keeps them; path None only keeps them.
 
-    The file is opened, and its folder made, by the first record. `write` raises InputError when that
-    fails, FlexFloorError when the disk is full.
+    The file is opened, and its folder made, by the first record. on_record: told each record once it is written; it
+    must not change it. `write` raises InputError when the file cannot be opened, FlexFloorError when the disk is full.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
         self.records: list[dict[str, Any]] = []
         self._path = path
+        self._on_record = on_record
         self._file: IO[str] | None = None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -137,6 +138,8 @@ class LedgerWriter:
                 self._file.flush()
             except OSError as error:
                 raise FlexFloorError(f"{self._path}: the ledger cannot be written ({error.strerror})") from None
+        if self._on_record:
+            self._on_record(record)
 
     def close(self) -> None:
         if self._file:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
 from flexfloor.fleet import Fleet
-from flexfloor.integrations.trl.metrics import StepCallback, log_metrics, rollout_metrics
+from flexfloor.integrations.trl.metrics import StepCallback, log_metrics
 from flexfloor.integrations.trl.weights import (
     check_gap,
     check_numerics,
@@ -26,6 +26,7 @@ from flexfloor.integrations.trl.weights import (
     policy_of,
 )
 from flexfloor.ledger.events import LedgerWriter
+from flexfloor.ledger.metrics import rollout_metrics
 from flexfloor.ledger.timing import split_time
 from flexfloor.policy import make_policy
 from flexfloor.prompts import encode_prompt
