@@ -277,6 +277,7 @@ class SimulateSettings(Settings):
     prefill_tokens: int = Field(8192, ge=1, description="most prompt tokens a worker computes in one iteration")
     jobs: int = Field(1, ge=1, le=1024, description="processes that simulate")
     out: Path | None = Field(None, description="JSON file for every run, what they come to, and what the words mean")
+    ledgers: Path | None = Field(None, description="folder for the ledger of every run; fixed:best has several")
     quiet: bool = Field(False, description="no progress bar")
 
     @field_validator("workers", "load", "policies", "knowledge", "max_slowdown")

@@ -35,6 +35,7 @@ _SPELLED = {"architecture": "model_config"}
 _METAVARS = {
     "model": "DIR",
     "out_dir": "DIR",
+    "ledgers": "DIR",
     "order": "arrival|shuffle:SEED",
     "force_lengths": "FILE|prompts",
     "policies": "P,P,…",

@@ -45,6 +45,8 @@ def run_simulate(settings: SimulateSettings) -> int:
         for name, path in {"--trace": settings.trace, "--lengths": Path(settings.lengths)}.items()
         if path is not None and path.exists()
     }
+    if settings.ledgers:
+        outputs["--ledgers"] = settings.ledgers / "any.jsonl"  # the folder is what matters
     check_outputs(outputs, inputs)
     from flexfloor.simulate.results import make_rows, to_json
     from flexfloor.simulate.runs import Cell, count_runs, run_all
@@ -76,6 +78,8 @@ def run_simulate(settings: SimulateSettings) -> int:
         print(f"  {line}")
     if settings.out:
         print(f"  result  {settings.out}")
+    if settings.ledgers:
+        print(f"  ledgers  {settings.ledgers}")
     return 0
 
 
@@ -113,6 +117,7 @@ def make_experiment(settings: SimulateSettings) -> Experiment:
         chunk=settings.chunk,
         max_batch=settings.max_batch,
         prefill_tokens=settings.prefill_tokens,
+        ledgers=settings.ledgers,
     )
 
 

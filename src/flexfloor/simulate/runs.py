@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,10 @@ _HOPELESS = 0.9  # of the throughput limit: where fewer workers come below it tw
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is simulated. device: with the scenario's memory. chunk: iterations between two looks of the driver."""
+    """What is simulated. device: with the scenario's memory. chunk: iterations between two looks of the driver.
+
+    ledgers: folder for the ledger of every run, see `ledger_name`.
+    """
 
     scenario: Scenario
     shape: ModelShape
@@ -47,6 +51,7 @@ class Experiment:
     max_batch: int = 256
     prefill_tokens: int = 8192
     page_tokens: int = 16
+    ledgers: Path | None = None
 
     def check_memory(self, workers: int) -> None:
         """Raises InputError where not every request fits beside the experts, naming how many workers it takes."""
@@ -227,7 +232,14 @@ class _CellRunner:
             max_slowdown=0.02 if slowdown is None else slowdown,
             profile=experiment.device,
             chunk=experiment.chunk,
+            ledger=experiment.ledgers and experiment.ledgers / ledger_name(self.cell, policy, knowledge, slowdown),
         ).summary
+
+
+def ledger_name(cell: Cell, policy: str, knowledge: str | None, slowdown: float | None) -> str:
+    """`flexfloor-history-8x32-seed0-slowdown0.02.jsonl`: workers x load; no slowdown where none was asked for."""
+    parts = [policy.replace(":", "-"), knowledge or "none", f"{cell.workers}x{cell.load}", f"seed{cell.seed}"]
+    return "-".join(parts + ([] if slowdown is None else [f"slowdown{slowdown:g}"])) + ".jsonl"
 
 
 def fixed_counts(workers: int) -> list[int]:
