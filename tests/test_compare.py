@@ -18,10 +18,10 @@ import pytest
 import flexfloor
 from flexfloor.cli import compare as module
 from flexfloor.cli import main
-from flexfloor.cli.compare import choose_baseline, compare_summaries
 from flexfloor.cli.options import parse_settings
 from flexfloor.errors import InputError
 from flexfloor.ledger.accounting import Summary, summarize
+from flexfloor.ledger.comparison import choose_baseline, compare_summaries
 from flexfloor.ledger.events import read_ledger
 from flexfloor.settings import CompareSettings
 
