@@ -158,7 +158,9 @@ class WorkerIterations:
     """What one worker did in an advance; every array has one entry a step, see `Progress.spans`.
 
     tokens: response tokens generated in the advance. last_live: its iterations up to and including the last one with a
-    live request, None where `batch` tells.
+    live request, None where `batch` tells. kv_pages: in use at the end. exchange_s: float64, of `seconds` those in
+    exchanges with other workers (row counts, dispatch, combine), waiting for them included; None where the host's clock
+    does not tell.
     """
 
     worker: int
@@ -170,6 +172,8 @@ class WorkerIterations:
     overran: np.ndarray  # 1 where the work took longer than the pace allows; 0 without pace
     tokens: int = 0
     last_live: int | None = None
+    kv_pages: int | None = None
+    exchange_s: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

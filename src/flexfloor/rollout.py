@@ -238,7 +238,7 @@ class Rollout:
             begin, outcome = self._now, self._fleet.apply(plan)
         except PlanRefusedError as error:
             outcome = refused(error, plan, status)
-        self._ledger.write(resize_record(begin, self._now, outcome))
+        self._ledger.write(resize_record(begin, self._now, outcome, self._fleet.status().workers))
         if outcome.failed is not None:
             self._pause = _PAUSE_AFTER_FAILURE
             if outcome.refused and not self._warned:
@@ -257,15 +257,16 @@ class Rollout:
     def _begin(self) -> None:
         """The clock of the rollout starts when the first request is handed over."""
         self._origin = self._fleet.clock()
-        settings = {"chunk": self._chunk, "knowledge": self._knowledge} | self._sampling()
-        started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._ledger.write(start_record(self._fleet.info, self._policy.name, settings, started_at))
+        status = self._fleet.status()
+        memory = {"worker_memory": status.worker_memory}
+        settings = {"chunk": self._chunk, "knowledge": self._knowledge} | memory | self._sampling()
+        now, own = datetime.now(UTC).isoformat(timespec="seconds"), self._policy.name
+        self._ledger.write(start_record(self._fleet.info, own, settings, now, status.workers, status.page_bytes))
 
     def _sampling(self) -> dict[str, Any]:
         """seed and step, where all requests known so far agree on them."""
         shared = {(r.sampling.seed, r.sampling.step) for r in self._requests.values()}
-        seed, step = shared.pop() if len(shared) == 1 else (None, None)
-        return {"seed": seed, "step": step}
+        return dict(zip(("seed", "step"), shared.pop() if len(shared) == 1 else (None, None), strict=True))
 
     @property
     def _now(self) -> float:

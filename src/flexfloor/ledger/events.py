@@ -1,6 +1,7 @@
 """The records of a ledger file, one JSON object a line, in the order they happen.
 
-start    once: what runs (schema, time, fleet, settings; of these `seed` and `step` go into the summary)
+start    once: what runs (schema, time, fleet, settings; of these `seed` and `step` go into the summary), and how each
+         worker's memory is divided
 submit   requests made known: the first ones at t = 0, others while the rollout runs
 assign   requests bound to workers
 chunk    one advance: per-worker arrays with one entry an iteration, responses that ended, preemptions; `tokens` counts
@@ -8,7 +9,8 @@ chunk    one advance: per-worker arrays with one entry an iteration, responses t
          for, as their mean, and `last_live` the iterations of a worker up to its last one with a live request
 decision what a policy decided beside resizes: `what`, `reason`, and what it counted with (`predicted`)
 resize   a change of the active set, or moves without one: who, what, and how long it took; `failed` says why it was not
-         carried out, `refused` whether it was not even begun
+         carried out, `refused` whether it was not even begun; one that was carried out has the division of memory
+         that it left (`workers`)
 end      once, last: outcome, hashes, the closing status of every worker
 
 Times `t*` are seconds since the first request was handed over.
@@ -31,11 +33,28 @@ SCHEMA = 1
 """Version of the records' meaning; a reader refuses a ledger with another one."""
 
 
-def start_record(info: FleetInfo, policy: str, settings: Mapping[str, Any], started_at: str) -> dict[str, Any]:
-    return {"type": "start", "schema": SCHEMA, "started_at": started_at, "policy": policy} | {
-        "fleet": asdict(info),
-        "settings": dict(settings),
-    }
+def start_record(
+    info: FleetInfo,
+    policy: str,
+    settings: Mapping[str, Any],
+    started_at: str,
+    workers: Sequence[WorkerStatus] = (),
+    page_bytes: int | None = None,
+) -> dict[str, Any]:
+    """workers: with their memory before the first request; page_bytes: of one KV page."""
+    return (
+        {"type": "start", "schema": SCHEMA, "started_at": started_at, "policy": policy}
+        | {"fleet": asdict(info), "settings": dict(settings)}
+        | _memory_of(workers)
+        | ({} if page_bytes is None else {"page_bytes": page_bytes})
+    )
+
+
+def _memory_of(workers: Sequence[WorkerStatus]) -> dict[str, Any]:
+    """How the memory of each active worker is divided."""
+    names = ("worker", "memory_bytes", "arena_bytes", "slots", "kv_pages")
+    divided = [{name: getattr(w, name) for name in names} for w in workers if w.active]
+    return {"workers": divided} if divided else {}
 
 
 def submit_record(t: float, requests: int, prompt_tokens: int) -> dict[str, Any]:
@@ -68,8 +87,9 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
             {
                 "worker": w.worker,
                 "tokens": w.tokens,
-                **({} if w.last_live is None else {"last_live": w.last_live}),
+                **{name: value for name in ("last_live", "kv_pages") if (value := getattr(w, name)) is not None},
                 "seconds": np.round(w.seconds, 7).tolist(),
+                **({} if w.exchange_s is None else {"exchange_s": np.round(w.exchange_s, 7).tolist()}),
                 **{
                     name: getattr(w, name).tolist()
                     for name in ("batch", "prefill_tokens", "kv_tokens", "experts_touched", "overran")
@@ -96,9 +116,10 @@ def decision_record(t: float, iteration: int, decision: Decision) -> dict[str, A
     return {"type": "decision", "t": t, "iteration": iteration} | asdict(decision)
 
 
-def resize_record(t0: float, t1: float, outcome: ResizeOutcome) -> dict[str, Any]:
+def resize_record(t0: float, t1: float, outcome: ResizeOutcome, workers: Sequence[WorkerStatus] = ()) -> dict[str, Any]:
+    """workers: as the resize has left them."""
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(outcome).items()}
-    return {"type": "resize", "t0": t0, "t1": t1} | fields
+    return {"type": "resize", "t0": t0, "t1": t1} | fields | ({} if outcome.failed else _memory_of(workers))
 
 
 def end_record(

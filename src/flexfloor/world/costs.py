@@ -77,6 +77,18 @@ def latency_seconds(latency, workers):
     return latency[-1, 1]
 
 
+@numba.njit("float64(float64[::1], float64[:, ::1], float64, float64, float64)", cache=True, error_model="numpy")
+def exchange_core(c, latency, workers, tokens, rows_max):
+    """Of `seconds_core`, its last line: the seconds of all dispatches and combines. tokens: B + P there."""
+    if workers <= 1:
+        return 0.0
+    nodes = math.ceil(workers / c[_PER_NODE])
+    to_node = workers * (1 - (1 - 1 / workers) ** c[_COPIES])
+    across = (nodes - 1) * (1 - (1 - 1 / nodes) ** c[_COPIES])
+    sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across) + tokens * c[_GATHER]
+    return c[_EXCHANGES] * (latency_seconds(latency, workers) + sent)
+
+
 @numba.njit(
     "float64(float64[::1], float64[:, ::1], float64, float64, float64, float64, float64, float64, float64)",
     cache=True,
@@ -124,13 +136,7 @@ def seconds_core(c, latency, workers, batch_max, batch_total, kv_max, prefill_ma
     seconds += c[_DENSE] * (max(batch_max, batch_total / cores) + max(prefill_max, prefill_total / cores))
     seconds += c[_REQUEST] * max(batch_max, batch_total / cores)
     seconds += max(read, batch_total * share * c[_EXPERT]) + prefill_total * share * c[_EXPERT]
-    if m > 1:
-        nodes = math.ceil(m / c[_PER_NODE])
-        to_node = m * (1 - (1 - 1 / m) ** c[_COPIES])
-        across = (nodes - 1) * (1 - (1 - 1 / nodes) ** c[_COPIES])
-        sent = rows_max * (c[_NODE] * to_node + c[_CROSS] * across) + tokens * c[_GATHER]
-        seconds += c[_EXCHANGES] * (latency_seconds(latency, m) + sent)
-    return seconds
+    return seconds + exchange_core(c, latency, m, tokens, rows_max)
 
 
 @numba.njit(
@@ -180,6 +186,11 @@ class IterationCost:
         out = np.empty(arrays[0].size)
         _fill(self.coefficients, self.latency, *[np.ascontiguousarray(a).ravel() for a in arrays], out)
         return out.reshape(arrays[0].shape)
+
+    def exchange_seconds(self, workers: float, tokens: np.ndarray, rows_max: np.ndarray) -> np.ndarray:
+        """Of `seconds`, those of dispatch and combine: float64 [n] like tokens (batch_total + prefill_total)."""
+        columns = zip(tokens.tolist(), rows_max.tolist(), strict=True)
+        return np.array([exchange_core(self.coefficients, self.latency, workers, t, r) for t, r in columns])
 
 
 _cost_of = lru_cache(maxsize=64)(IterationCost)

@@ -23,7 +23,8 @@ class FleetStatus:
     placement: of this epoch; expert_load: int64 [moe_layers, experts], tokens sent to each expert since `start`;
     iteration_s: mean seconds of the last advance's iterations, 0 before the first; clock_s: the fleet's time now;
     move_costs: what resizes take here, as far as it is known; table: the live requests, None where `workers` has them;
-    paced_as: the model whose iterations are emulated, None where the one that runs is.
+    paced_as: the model whose iterations are emulated, None where the one that runs is; worker_memory: bytes that each
+    worker may use.
     """
 
     model: ModelShape
@@ -42,6 +43,7 @@ class FleetStatus:
     move_costs: MoveCosts = field(default_factory=MoveCosts)
     table: LiveRequests | None = None
     paced_as: ModelShape | None = None
+    worker_memory: int | None = None
 
     @property
     def timed_model(self) -> ModelShape:

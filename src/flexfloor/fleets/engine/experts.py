@@ -7,6 +7,7 @@ pairs in (token, k) order, which the token's owner adds in top-k order.
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +38,7 @@ class ExpertParallel:
         self._slots = arena.slots.numpy() if self._native else None
         self.rows: list[int] = []  # rows of each member in this iteration
         self.touched = 0  # (layer, expert) pairs computed in this iteration
+        self.exchange_s = 0.0  # spent in exchanges with other workers in this iteration
 
     def set_epoch(self, placement: ExpertPlacement, group: EpochGroup | None, worker: int) -> None:
         """Enter a membership epoch. group None: this worker is alone."""
@@ -52,8 +54,9 @@ class ExpertParallel:
     def _row_or_none(self, mine: bool, slot: int) -> int:
         return self._arena.slot_row(int(slot)) if mine else -1
 
-    def begin_iteration(self, rows: list[int]) -> None:
-        self.rows, self.touched = rows, 0
+    def begin_iteration(self, rows: list[int], exchange_s: float = 0.0) -> None:
+        """rows: of each member; exchange_s: seconds that it took to learn them."""
+        self.rows, self.touched, self.exchange_s = rows, 0, exchange_s
 
     def forward(self, layer: int, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]; experts: int64 [tokens, top_k]; weights: [tokens, top_k]. Returns [tokens, hidden].
@@ -74,7 +77,9 @@ class ExpertParallel:
         words = experts.to(torch.int32 if x.dtype == torch.float32 else torch.int16).view(x.dtype)
         rows = torch.cat((x, words), dim=1)
         received = x.new_empty(sum(self.rows), hidden + top_k)
+        begin = time.perf_counter()
         self._group.all_gather(received, rows, self.rows)
+        self.exchange_s += time.perf_counter() - begin
         chosen = received[:, hidden:].contiguous().view(words_dtype(x.dtype)).to(torch.int64)
         results = self._compute(layer, received[:, :hidden].contiguous(), chosen)
         local = self._row[layer][chosen.cpu().numpy()] >= 0
@@ -82,7 +87,9 @@ class ExpertParallel:
         back = [int(local[begin:end].sum()) for begin, end in pairwise(bounds)]
         owners = np.bincount(self._owner[layer][experts.cpu().numpy()].ravel(), minlength=self._group.size).tolist()
         out = x.new_empty(sum(owners), hidden)
+        begin = time.perf_counter()
         self._group.all_to_all(out, results, owners, back)
+        self.exchange_s += time.perf_counter() - begin
         return out, owners
 
     def _compute(self, layer: int, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -369,6 +369,7 @@ class EngineFleet(Fleet):
             prefill_tokens=self._settings.prefill_tokens,
             clock_s=self.clock(),
             paced_as=self._pace.shape,
+            worker_memory=self._settings.worker_memory,
             expert_load=sum(self._load.values(), np.zeros(self._placement.worker.shape, dtype=np.int64)),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
@@ -170,7 +171,7 @@ class Worker:
 
     def advance(self, iterations: int) -> ChunkResult:
         """Up to `iterations`, fewer when no request is live on any worker; all stop at the same one. Collective."""
-        records: list[tuple[float, int, int, int, int, int]] = []
+        records: list[tuple[float, float, int, int, int, int, int]] = []
         preemptions: list[Preemption] = []
         self._pacer.begin_chunk()
         for _ in range(iterations):
@@ -187,24 +188,28 @@ class Worker:
                 break
             hidden = self.model.forward(batch, draws)
             self._take_tokens(chunks, hidden)
-            touched = self.model.experts.touched
+            touched, exchange_s = self.model.experts.touched, self.model.experts.exchange_s
             seconds, overran = self._pacer.end_iteration(self._pacer.target(counts))
-            records.append((seconds, len(chunks), prefill_tokens, kv_tokens, touched, int(overran)))
+            records.append((seconds, exchange_s, len(chunks), prefill_tokens, kv_tokens, touched, int(overran)))
             self.iteration += 1
         self.note_memory()
         report = tuple(self._report())
-        columns = list(zip(*records, strict=True)) if records else [()] * 6
-        live, prefill, kv, experts, late = (np.array(c, dtype=np.int64) for c in columns[1:])
+        columns = list(zip(*records, strict=True)) if records else [()] * 7
+        seconds_of, exchange_of = (np.array(c, dtype=np.float64) for c in columns[:2])
+        live, prefill, kv, experts, late = (np.array(c, dtype=np.int64) for c in columns[2:])
         return ChunkResult(
             WorkerIterations(
                 self.config.worker,
-                np.array(columns[0], dtype=np.float64),
+                seconds_of,
                 live,
                 prefill,
                 kv,
                 experts,
                 late,
                 tokens=sum(len(r.tokens) for r in report),
+                kv_pages=self.allocator.used,
+                # Kernels and collectives of a GPU run behind the host's back: its clock knows nothing of them.
+                exchange_s=exchange_of if self.device.type == "cpu" else None,
             ),
             report,
             tuple(preemptions),
@@ -236,9 +241,10 @@ class Worker:
 
     def _share(self, own: IterationCounts) -> list[IterationCounts]:
         """Tell all members what this iteration holds here; returns what it holds everywhere, in rank order."""
-        group = self._group
+        group, begin = self._group, time.perf_counter()
         counts = [own] if group is None else [IterationCounts(*c) for c in group.share_counts(own, self.device)]
-        self.model.experts.begin_iteration([c.rows for c in counts])
+        waited = 0.0 if group is None else time.perf_counter() - begin
+        self.model.experts.begin_iteration([c.rows for c in counts], waited)
         return counts
 
     def _take_tokens(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:

@@ -69,6 +69,7 @@ class SimulatedFleet(Fleet):
         self._max_batch, self._prefill_tokens, self._page_tokens = max_batch, prefill_tokens, page_tokens
         self._page_bytes = page_tokens * shape.kv_token_bytes
         memory = profile.memory_bytes if memory_bytes is None else memory_bytes
+        self._memory = int(memory)
         self._arena = int(memory - profile.reserve_bytes - shape.dense_bytes)
         self._home = spread_experts(len(shape.moe_layers), shape.experts, workers)
         self._slots_at_home = [self._home.slots_needed(w) for w in range(workers)]
@@ -210,11 +211,15 @@ class SimulatedFleet(Fleet):
         mean_s, batch, prefill, kv = map(mean, (seconds, steps.batch, steps.prefill_tokens, steps.kv_tokens))
         chosen = self._shape.top_k / self._shape.experts
         touched = 1 - (1 - chosen) ** (batch + prefill).sum(axis=0)
+        tokens, rows = (steps.batch_total + steps.prefill_total).astype(np.float64), steps.rows_max.astype(np.float64)
+        exchange_s = mean(self._cost.exchange_seconds(float(len(self._members)), tokens, rows))
+        pages = (self._batch.pages - self._batch.free_pages).tolist()
         zeros = np.zeros(len(spans), dtype=np.int64)
         return spans, tuple(
             WorkerIterations(
                 w, mean_s, batch[w], prefill[w], kv[w], np.round(touched * self._slots[w], 1), zeros,
                 tokens=int(steps.tokens[w]), last_live=int(steps.last_live[w]),
+                kv_pages=pages[w], exchange_s=exchange_s,
             )
             for w in self._members
         )  # fmt: skip
@@ -332,6 +337,7 @@ class SimulatedFleet(Fleet):
             move_costs=self._moves,
             table=table,
             paced_as=self._timed_as,
+            worker_memory=self._memory,
         )
 
     def close(self) -> None:
