@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -43,14 +44,13 @@ class _Case:
         policy: FlexFloorPolicy,
         status: FleetStatus,
         live: Live,
-        orders: Mapping[float, np.ndarray],
+        waiting: np.ndarray,
         draws: Sequence[Draw],
     ) -> None:
         self._policy, self._status, self._ahead = policy, status, policy.ahead(status)
-        self._batches = {
-            lead: [policy.batch(live, rows, d, status.page_tokens) for d in draws] for lead, rows in orders.items()
-        }
-        self.fewest = max(self._ahead.fewest(b) for b in self._batches[policy.lead])
+        self._live, self._waiting, self._draws = live, waiting, draws
+        self._by_lead: dict[float, list[Batch]] = {}
+        self.fewest = max(self._ahead.fewest(b) for b in self._batches(policy.lead))
         whole = [self._ahead.roll(policy.whole(d, status), len(status.workers)).seconds for d in draws]
         before, since = policy.spent(status)
         reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
@@ -58,12 +58,22 @@ class _Case:
         self._limit = reference * (1 + slowdown) - before - since
         self.stay = self.option(len(status.active), policy.lead, np.inf)
 
+    def _batches(self, lead: float) -> list[Batch]:
+        if lead not in self._by_lead:
+            rows, page = self._policy.in_order(self._waiting, lead), self._status.page_tokens
+            self._by_lead[lead] = [self._policy.batch(self._live, rows, d, page) for d in self._draws]
+        return self._by_lead[lead]
+
+    def takes_all(self, workers: int) -> bool:
+        """Whether so many workers take in at once all that waits."""
+        return all(self._ahead.takes_all(batch, workers) for batch in self._batches(self._policy.lead))
+
     def option(self, workers: int, lead: float, price: float) -> _Option:
         """To go on on so many workers; those that are active are kept at least until the next decision."""
         policy, active = self._policy, len(self._status.active)
         changes = workers < active
         hold = 0.0 if changes else float(policy.next_decision(self._status))
-        found = [self._ahead.roll(b, workers, price=price, hold=hold) for b in self._batches[lead]]
+        found = [self._ahead.roll(b, workers, price=price, hold=hold) for b in self._batches(lead)]
         stall = policy.stall_s(workers, self._status) if changes else 0.0  # also before the first token
         seconds = policy.scale * float(np.mean([o.seconds for o in found])) + stall
         occupied = policy.scale * float(np.mean([o.occupied_s for o in found])) + active * stall
@@ -162,28 +172,34 @@ class FlexFloorPolicy(PlannedPolicy):
         if active == len(status.workers):
             self._begin(status)  # nothing is lost so far, whatever look-ahead has said
         live, waiting = self.book.live(status), np.array(self.book.waiting, dtype=np.int64)
-        starts = status.iteration == 0 and len(waiting) > 0
-        orders = {lead: self.in_order(waiting, lead) for lead in (LEADS if starts else (self.lead,))}
-        expected = _Case(self, status, live, orders, DRAWS[:1] if self._certain else DRAWS)
-        # Time that a small group wins back at the end is not there when the end comes sooner than is foreseen: because
-        # all are shorter, or because the longest are, which of a few requests is likely and of many is not.
-        cut = _UNLUCKY ** (1 / max(len(live.rows) + len(waiting), 1))
-        sooner = () if self._certain else (Draw(stretch=_SHORTER), Draw(cut=cut))
-        cases = [_Case(self, status, live, orders, (draw,)) for draw in sooner]
+        leads = tuple(LEADS) if status.iteration == 0 and len(waiting) else (self.lead,)
+        expected = _Case(self, status, live, waiting, DRAWS[:1] if self._certain else DRAWS)
 
-        def keeps(option: _Option) -> bool:
-            return all(c.keeps(c.option(option.workers, option.lead, option.price)) for c in cases)
+        @cache  # only asked of what is better than to stay
+        def sooner() -> list[_Case]:
+            """Time that a small group wins back at the end is not there when the end comes sooner than is foreseen:
+            because all are shorter, or because the longest are, which of a few is likely and of many is not."""
+            cut = _UNLUCKY ** (1 / max(len(live.rows) + len(waiting), 1))
+            draws = () if self._certain else (Draw(stretch=_SHORTER), Draw(cut=cut))
+            return [_Case(self, status, live, waiting, (draw,)) for draw in draws]
 
-        least = max(self._min_workers, expected.fewest)
         best: _Option | None = None
-        for workers in [m for m in self.ahead(status).sizes.tolist() if least <= m < active] + [active]:
-            plain = {lead: expected.option(workers, lead, np.inf) for lead in orders}
+        smaller = [
+            m for m in self.ahead(status).sizes.tolist() if max(self._min_workers, expected.fewest) <= m < active
+        ]
+        for workers in (*smaller, active):
+            if workers == active and best is None:
+                break
+            choice = leads[:1] if len(leads) > 1 and expected.takes_all(workers) else leads
+            plain = {lead: expected.option(workers, lead, np.inf) for lead in choice}
             lead = best_lead({lead: option.seconds for lead, option in plain.items()})
             for price in (np.inf, *reversed(PRICES)):
                 option = plain[lead] if price == np.inf else expected.option(workers, lead, price)
                 if not expected.keeps(option):
                     break
-                if (best is None or option.occupied_s < best.occupied_s) and keeps(option):
+                if best is not None and option.occupied_s >= best.occupied_s:
+                    continue
+                if all(case.keeps(case.option(workers, lead, price)) for case in sooner()):
                     best = option
         return None if best is None or best.workers == active else self._plan(best, expected.stay, status)
 

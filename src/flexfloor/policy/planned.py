@@ -178,10 +178,14 @@ class PlannedPolicy:
         workers, seconds = len(self.workers(status)), {}
         for lead in LEADS:
             ordered = self.in_order(rows, lead)
-            rolled = [ahead.roll(self.batch(live, ordered, d, status.page_tokens), workers).seconds for d in DRAWS]
-            seconds[lead] = float(np.mean(rolled))
+            batches = [self.batch(live, ordered, d, status.page_tokens) for d in DRAWS]
+            seconds[lead] = float(np.mean([ahead.roll(batch, workers).seconds for batch in batches]))
+            if lead == 0 and all(ahead.takes_all(batch, workers) for batch in batches):
+                break
         self.lead = best_lead(seconds)
-        told = ", ".join(f"{s:.4g} s {LEADS[lead]}" for lead, s in seconds.items())
+        told = (
+            "all fit at once" if len(seconds) == 1 else ", ".join(f"{s:.4g} s {LEADS[e]}" for e, s in seconds.items())
+        )
         reason = f"{LEADS[self.lead]}, by look-ahead on {workers} workers: {told}"
         self._decisions.append(Decision("order", reason, {"remaining_s": seconds[self.lead]}))
 

@@ -100,11 +100,17 @@ class LookAhead:
 
     def fewest(self, batch: Batch) -> int:
         """The smallest size that holds what is live, now and as it grows."""
-        order = np.argsort(batch.left)
-        left, count = batch.left[order], np.arange(len(order), 0, -1)
-        peak = float((np.cumsum(batch.kv[order][::-1])[::-1] + count * left).max(initial=0.0))
-        fits = (self._caps >= peak) & (self.sizes * self._max_batch >= len(order))
+        fits = (self._caps >= _peak(batch.kv, batch.left)) & (self.sizes * self._max_batch >= len(batch.left))
         return int(self.sizes[fits][0]) if fits.any() else int(self.sizes[-1])
+
+    def takes_all(self, batch: Batch, workers: int) -> bool:
+        """Whether so many workers hold all that waits beside what is live, at once and as it grows, so that the order
+        in which it is taken in does not matter."""
+        at = int(np.searchsorted(self.sizes, workers, side="right")) - 1
+        left = np.concatenate([batch.left, batch.wait_left])
+        if len(left) > workers * self._max_batch:
+            return False
+        return _peak(np.concatenate([batch.kv, batch.wait_kv]), left) <= self._caps[max(at, 0)]
 
     def roll(
         self,
@@ -134,6 +140,13 @@ class LookAhead:
             price, hold, self._max_batch, self._prefill, width,
         )  # fmt: skip
         return Outlook(seconds, occupied, int(last), iterations)
+
+
+def _peak(kv: np.ndarray, left: np.ndarray) -> float:
+    """Most tokens that requests hold at once: each its `kv`, and one more in every iteration until it ends."""
+    order = np.argsort(left)
+    count = np.arange(len(order), 0, -1)
+    return float((np.cumsum(kv[order][::-1])[::-1] + count * left[order]).max(initial=0.0))
 
 
 def group_sizes(most: int) -> list[int]:
