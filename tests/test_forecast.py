@@ -388,7 +388,7 @@ def test_knowledge_by_name():
     with pytest.raises(InputError, match="knowledge 'all' is not known; there is none, history, shuffled, oracle"):
         make_lengths("all", None)
     for knowledge in ("history", "shuffled"):
-        with pytest.raises(InputError, match="needs a length history; give --history"):
+        with pytest.raises(InputError, match="needs a length history; give `history`"):
             make_lengths(knowledge, None)
     make_lengths("none", None)
     make_lengths("oracle", None)

@@ -209,7 +209,7 @@ def test_histories_that_cannot_be_used_are_refused_before_anything_runs(
         with pytest.raises(InputError, match=told):
             flexfloor.rollout(fleet, requests_of(), history=history)
     for knowledge in ("history", "shuffled"):
-        with pytest.raises(InputError, match=f"knowledge '{knowledge}' needs a length history; give --history"):
+        with pytest.raises(InputError, match=f"knowledge '{knowledge}' needs a length history; give `history`"):
             flexfloor.rollout(fleet, requests_of(), knowledge=knowledge)
     LengthHistory(tmp_path / "lengths.db").close()
     # Whoever runs this may be allowed to write everything, so the answer is made up.

@@ -130,7 +130,7 @@ def test_every_request_ends_once_and_every_plan_is_sound(case: Case) -> None:
     try:
         ledger = case.run(fleet)
     except InputError as error:
-        if case.policy.startswith("fixed") and "give more workers or more --worker-memory" in str(error):
+        if case.policy.startswith("fixed") and "give more workers or more `worker_memory`" in str(error):
             return
         raise
     summary = check_result(case, fleet, ledger.records)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class FlexFloorError(Exception):
     """A failure worth one line: what went wrong, where, and (where there is one) the remedy."""
@@ -10,9 +14,17 @@ class FlexFloorError(Exception):
 
 
 class InputError(FlexFloorError):
-    """Something the user gave (file, option, model, budget) cannot be used as it is."""
+    """Something the user gave (file, option, model, budget) cannot be used as it is.
+
+    settings: names of those at fault, where it is settings: who read them knows where they were given. A remedy names
+    a setting as `name`, which `spell` turns into what the user writes: an option, or a key of a config file.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "", *, settings: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.settings = settings
 
 
 class UnsupportedError(InputError):
@@ -32,3 +44,18 @@ class WorkerFailedError(FlexFloorError):
     def __init__(self, worker: int, reason: str) -> None:
         super().__init__(f"worker {worker} {reason}")
         self.worker = worker
+
+
+def spell(text: str, name: Callable[[str], str | None]) -> str:
+    """A message with each `setting` in it as the user writes it. name: gives that, None for what is no setting."""
+    return re.sub(r"`(\w+)`", lambda found: name(found[1]) or found[0], text)
+
+
+@contextmanager
+def concerning(*settings: str) -> Iterator[None]:
+    """What is refused inside the block, and names no settings itself, is the fault of these."""
+    try:
+        yield
+    except InputError as error:
+        error.settings = error.settings or settings
+        raise

@@ -145,5 +145,6 @@ def load_plugin(group: str, name: str) -> Any:
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
         what = group.removeprefix("flexfloor.").rstrip("s")
-        raise InputError(f"{what} {name!r} is not known; there is {', '.join(sorted(found)) or 'none installed'}")
+        told = f"{what} {name!r} is not known; there is {', '.join(sorted(found)) or 'none installed'}"
+        raise InputError(told, settings=(what,))
     return found[name].load()

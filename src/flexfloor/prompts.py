@@ -61,7 +61,7 @@ def read_prompts(
     for where, row in read_rows(path):
         prompts.append(to_prompt(where, row, tokenizer, vocab_size, max_context))
         if need_max_tokens and prompts[-1].max_tokens is None:
-            raise InputError(f"{where} has no max_tokens, which --force-lengths prompts takes the length from; add it")
+            raise InputError(f"{where} has no max_tokens, which `force_lengths` prompts takes the length from; add it")
     if not prompts:
         raise InputError(f"{path}: holds no prompts; give at least one row")
     return prompts

@@ -108,19 +108,19 @@ class EngineSettings(Settings):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="every iteration lasts at least this many times what it takes on the device of --profile",
+        description="every iteration lasts at least this many times what it takes on the device of `profile`",
     )
     pace_model: str | None = Field(
         None,
         min_length=1,
-        description="model whose iterations --pace emulates: a preset like qwen3-30b-a3b, or a config.json; "
+        description="model whose iterations `pace` emulates: a preset like qwen3-30b-a3b, or a config.json; "
         "if not given, the one that runs",
     )
     profile: str | None = Field(
         None,
         min_length=1,
         description="device profile to plan and to pace by: h200, h800, slow, cpu, or a TOML file; "
-        "if not given, cpu on a CPU without --pace, else h200",
+        "if not given, cpu on a CPU without `pace`, else h200",
     )
 
     @property
@@ -180,7 +180,7 @@ class RunSettings(Settings):
     knowledge: Literal["auto", "none", "history", "shuffled", "oracle"] = Field(
         "auto",
         description="what the policy knows of lengths; shuffled: other prompts' history; oracle: the forced lengths; "
-        "auto: history where --history is given",
+        "auto: history where `history` is given",
     )
     history: Path | None = Field(None, description="length history: read, and added to at the end; made if missing")
     split: Literal["train", "eval"] = Field(
@@ -211,8 +211,8 @@ class RolloutSettings(RunSettings):
     """Everything `flexfloor rollout` takes."""
 
     out: Path = Field(description="responses, one JSON object a line in input order")
-    summary: Path | None = Field(None, description="what the rollout took; next to --out as summary.json if not given")
-    ledger: Path | None = Field(None, description="record of the run; next to --out as ledger.jsonl if not given")
+    summary: Path | None = Field(None, description="what the rollout took; next to `out` as summary.json if not given")
+    ledger: Path | None = Field(None, description="record of the run; next to `out` as ledger.jsonl if not given")
     policy: str = Field(
         "static",
         description="static, static-grouped, planned, release, fixed:N or flexfloor: who runs where and leaves",

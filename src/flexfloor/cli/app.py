@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexfloor.cli.options import load_settings, parse_settings, takes
+from flexfloor.cli.options import load_settings, parse_settings, spell_options, takes
 from flexfloor.cli.signals import Stopped, stoppable
 from flexfloor.errors import FlexFloorError
 from flexfloor.settings import CompareSettings, RolloutSettings, SimulateSettings
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
     except FlexFloorError as error:
-        return _fail(f"error: {error}", error.exit_code)
+        return _fail(f"error: {spell_options(str(error))}", error.exit_code)
     except _UsageError as error:
         return _fail(f"error: {error.format_message()}", 2)
     except Stopped as stop:

@@ -12,13 +12,15 @@ import typer
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from flexfloor.errors import InputError
+from flexfloor.errors import InputError, spell
 from flexfloor.settings import (
     MISSING,
+    CompareSettings,
     EngineSettings,
     RolloutSettings,
     SamplingSettings,
     Settings,
+    SimulateSettings,
     explain,
     read_toml,
     unknown_key,
@@ -28,6 +30,8 @@ TABLES: dict[str, type[BaseModel]] = {"sampling": SamplingSettings, "engine": En
 """The fields of settings that hold settings of their own; their fields are options like all others."""
 
 TABLE_OF = {name: table for table, model in TABLES.items() for name in model.model_fields}
+
+_OPTIONS = {*TABLE_OF}.union(*(m.model_fields for m in (RolloutSettings, CompareSettings, SimulateSettings)))
 
 _SPELLED = {"architecture": "model_config"}
 """Settings that pydantic does not let have their name."""
@@ -57,6 +61,11 @@ S = TypeVar("S", bound=Settings)
 def flag(name: str) -> str:
     """worker_memory → --worker-memory."""
     return "--" + _SPELLED.get(name, name).replace("_", "-")
+
+
+def spell_options(text: str) -> str:
+    """A message or help text that names settings as `worker_memory`, with the options that they are."""
+    return spell(text, lambda name: flag(name) if name in _OPTIONS else None)
 
 
 def names_of(model: type[Settings]) -> list[str]:
@@ -108,7 +117,7 @@ def _is_optional(field: FieldInfo) -> bool:
 def _option(model: type[Settings], name: str) -> Any:
     """The typer option of a setting. Its default is None, 'not given', so that a config file can give it."""
     field = _field(model, name)
-    text = field.description or ""
+    text = spell_options(field.description or "")
     if field.is_required():
         text += " [required]"
     elif isinstance(field.default, int | float | str | Path | tuple) and field.default not in (False, ()):

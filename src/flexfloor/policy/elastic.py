@@ -84,4 +84,5 @@ class FixedPolicy(PlannedPolicy):
         try:
             return plan_shrink(status, leaving, reason="not needed")
         except PlanRefusedError as error:
-            raise InputError(f"policy {self.name}: {error}; give more workers or more --worker-memory") from None
+            told = f"policy {self.name}: {error}; give more workers or more `worker_memory`"
+            raise InputError(told, settings=("policy", "workers", "worker_memory")) from None

@@ -30,15 +30,19 @@ def make_policy(
     """workers: of the fleet. time_scale: seconds of the fleet for one of the profile's device, as far as it is known.
     Raises InputError naming the choices, or the limit that is passed."""
     if not 1 <= min_workers <= workers:
-        raise InputError(f"min_workers is {min_workers}; the fleet has {workers} workers, give 1 to {workers}")
+        told = f"min_workers is {min_workers}; the fleet has {workers} workers, give 1 to {workers}"
+        raise InputError(told, settings=("min_workers", "workers"))
     if not 0 <= max_slowdown < math.inf:
-        raise InputError(f"max_slowdown is {max_slowdown}; give 0 or a share of throughput like 0.02")
+        told = f"max_slowdown is {max_slowdown}; give 0 or a share of throughput like 0.02"
+        raise InputError(told, settings=("max_slowdown",))
     if found := re.fullmatch(r"fixed:(\d+)", name):
         count = int(found[1])
         if not 1 <= count <= workers:
-            raise InputError(f"policy {name!r}: the fleet has {workers} workers; give fixed:1 to fixed:{workers}")
+            told = f"policy {name!r}: the fleet has {workers} workers; give fixed:1 to fixed:{workers}"
+            raise InputError(told, settings=("policy", "workers"))
         if count < min_workers:
-            raise InputError(f"policy {name!r}: min_workers is {min_workers}; give one or the other")
+            told = f"policy {name!r}: min_workers is {min_workers}; give one or the other"
+            raise InputError(told, settings=("policy", "min_workers"))
         return FixedPolicy(lengths, profile, count)
     match name:
         case "static" | "static-spread":
@@ -51,4 +55,4 @@ def make_policy(
             return ReleasePolicy(lengths, profile, min_workers)
         case "flexfloor":
             return FlexFloorPolicy(lengths, profile, max_slowdown, min_workers, time_scale)
-    raise InputError(f"policy {name!r} is not known; there is {', '.join(POLICIES)}")
+    raise InputError(f"policy {name!r} is not known; there is {', '.join(POLICIES)}", settings=("policy",))

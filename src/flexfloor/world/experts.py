@@ -54,7 +54,8 @@ def place_contiguous(moe_layers: int, experts: int, workers: int, epoch: int = 0
     Raises InputError when there are more workers than experts.
     """
     if workers > experts:
-        raise InputError(f"workers is {workers} but the model has {experts} experts a layer; give at most {experts}")
+        told = f"workers is {workers} but the model has {experts} experts a layer; give at most {experts}"
+        raise InputError(told, settings=("workers",))
     return spread_experts(moe_layers, experts, workers, epoch)
 
 

@@ -72,7 +72,8 @@ class MemoryPlan:
             f"worker_memory {format_bytes(self.worker_memory)} is too small: dense weights "
             f"{format_bytes(self.dense)} + {self.slots} expert slots {format_bytes(self.slots * self.slot)} + "
             f"activation reserve {format_bytes(self.reserve)} + KV of {longest_tokens} tokens; "
-            f"give at least {format_up(self.least(longest_tokens))}"
+            f"give at least {format_up(self.least(longest_tokens))}",
+            settings=("worker_memory",),
         )
 
 

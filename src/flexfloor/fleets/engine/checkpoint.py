@@ -104,7 +104,7 @@ def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     if not path.is_dir():
-        raise InputError(f"{path}: no such folder; give a folder with a Hugging Face checkpoint (--model)")
+        raise InputError(f"{path}: no such folder; give a Hugging Face checkpoint as `model`")
     file = path / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))

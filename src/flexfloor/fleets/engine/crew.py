@@ -111,7 +111,7 @@ class Crew:
                 replies[worker] = value
             silent = min(self.handles, key=heard.__getitem__)
             if time.monotonic() - heard[silent] > timeout and not self._lose(silent):
-                self._fail(silent, f"gave no sign of life for {timeout:g} s (worker_timeout)")
+                self._fail(silent, f"gave no sign of life for {timeout:g} s (`worker_timeout`)")
             pending &= set(self.handles)
         if failed:
             raise PhaseFailedError(*self._culprit(failed))

@@ -198,7 +198,8 @@ class EngineFleet(Fleet):
                 return path
         raise UnsupportedError(
             f"numerics 'bitwise' does not hold on this machine for {self._checkpoint.dtype} (tried "
-            f"{', '.join(paths) or 'nothing'}); use --numerics fast"
+            f"{', '.join(paths) or 'nothing'}); use `numerics` fast",
+            settings=("numerics",),
         )
 
     # -- the verbs ---------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class Pace:
     def of(cls, settings: EngineSettings) -> Pace:
         """Raises InputError for a profile or a model that cannot be loaded, also where no pace is asked for."""
         if settings.pace_model is not None and settings.pace is None:
-            raise InputError(f"pace_model {settings.pace_model!r} without a pace; give --pace SCALE too")
+            told = f"pace_model {settings.pace_model!r} without a pace; give a scale as `pace` too"
+            raise InputError(told, settings=("pace_model", "pace"))
         shape = None if settings.pace_model is None else shape_from_config(settings.pace_model)
         return cls(settings.pace, load_profile(settings.resolved_profile), shape)
 

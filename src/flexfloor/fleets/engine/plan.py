@@ -91,14 +91,16 @@ def check_device(settings: EngineSettings, workers: int) -> None:
     """Raises InputError for a device that is not there, or a transport that does not go with it."""
     if (settings.resolved_transport == "nccl") != (settings.device == "cuda"):
         choices = "nccl" if settings.device == "cuda" else "socket or gloo"
-        raise InputError(f"transport {settings.transport!r} does not go with device {settings.device}; use {choices}")
+        told = f"transport {settings.transport!r} does not go with device {settings.device}; use {choices}"
+        raise InputError(told, settings=("transport", "device"))
     if settings.device != "cuda":
         return
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError("device is cuda, but torch sees no GPU; use --device cpu")
+        raise InputError("device is cuda, but torch sees no GPU; use `device` cpu", settings=("device",))
     if torch.cuda.device_count() < workers:
         raise InputError(
-            f"{workers} workers need {workers} GPUs, there are {torch.cuda.device_count()}; give fewer workers"
+            f"{workers} workers need {workers} GPUs, there are {torch.cuda.device_count()}; give fewer workers",
+            settings=("workers",),
         )

@@ -34,7 +34,8 @@ def check_oracle(requests: Sequence[Request]) -> None:
         if request.sampling.forced_length is None:
             raise InputError(
                 f"knowledge 'oracle' needs forced lengths, and request {request.request_id} may end by itself; "
-                "give --force-lengths"
+                "give `force_lengths`",
+                settings=("knowledge",),
             )
 
 

@@ -23,11 +23,13 @@ def make_lengths(
     if knowledge == "auto":
         knowledge = "none" if history is None else "history"
     if knowledge not in KNOWLEDGE:
-        raise InputError(f"knowledge {knowledge!r} is not known; there is {', '.join(KNOWLEDGE)}")
+        told = f"knowledge {knowledge!r} is not known; there is {', '.join(KNOWLEDGE)}"
+        raise InputError(told, settings=("knowledge",))
     if knowledge == "oracle":
         return ForcedLengths()
     if knowledge == "none":
         return HistoryLengths(None)
     if history is None:
-        raise InputError(f"knowledge {knowledge!r} needs a length history; give --history")
+        told = f"knowledge {knowledge!r} needs a length history; give `history`"
+        raise InputError(told, settings=("knowledge", "history"))
     return HistoryLengths(history, split=split, shuffle_seed=seed if knowledge == "shuffled" else None)
