@@ -7,6 +7,7 @@ likelihood on a grid), what siblings say of each other, and the shape of what re
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,8 +167,15 @@ def _judge(
     """
     per_group = len(rows) / len(np.unique(group[rows]))
     chosen, mass = _some_of_each(open_end)
+    # Sorted by how they ended and by curve, so that each kind is a slice.
+    order = np.lexsort((curve[rows[chosen]], open_end[chosen]))
+    chosen, mass = chosen[order], mass[order]
     rows, x, open_end = rows[chosen], x[chosen], open_end[chosen]
-    log_limit = np.log(limit[rows])
+    apart, which, log_limit = (center - model.mean)[rows], curve[rows], np.log(limit[rows])
+    ended = int((~open_end).sum())
+    starts = [0, *(np.flatnonzero(np.diff(which) | np.diff(open_end)) + 1).tolist(), len(rows)]
+    kinds = [(slice(a, b), int(which[a]), bool(open_end[a])) for a, b in itertools.pairwise(starts)]
+    untrusted = [(slice(0, ended), UNKNOWN, False), (slice(ended, len(rows)), UNKNOWN, True)]
     # Siblings are no independent witnesses.
     share = model.between / (model.between + model.within)
     temper = 1.0 / (1.0 + (per_group - 1.0) * share)
@@ -176,20 +184,17 @@ def _judge(
         """Log posterior, float64 [trusts, shifts]."""
         found = np.zeros((len(trusts), len(shifts)))
         for i, trust in enumerate(trusts):
-            middle = model.mean + trust * (center[rows] - model.mean)
+            middle = model.mean + trust * apart
             spread = np.sqrt(model.within + model.between - trust**2 * (model.between - variance[rows]))
             z = (x - middle - shifts[:, None]) / spread
             cap = np.maximum((log_limit - middle - shifts[:, None]) / spread, z)
-            which = curve[rows] if trust > 0 else np.zeros(len(rows), np.int64)
-            gain = np.zeros(z.shape)
-            for index, own in enumerate(model.curves):
-                for censored in (False, True):
-                    at = (which == index) & (open_end == censored)
-                    if censored:
-                        gain[:, at] = np.log(np.maximum(1.0 - own.below(z[:, at], cap[:, at]), 1e-4))
-                    else:
-                        gain[:, at] = np.log(own.density(z[:, at], cap[:, at]) / spread[at])
-            found[i] = temper * (gain @ mass)
+            for at, index, censored in kinds if trust > 0 else untrusted:
+                own = model.curves[index]
+                if censored:
+                    gain = np.log(np.maximum(1.0 - own.below(z[:, at], cap[:, at]), 1e-4))
+                else:
+                    gain = np.log(own.density(z[:, at], cap[:, at]) / spread[at])
+                found[i] += temper * (gain @ mass[at])
         # Most epochs drift as epochs do; a few are another matter.
         usual = np.exp(-0.5 * shifts**2 / model.drift) / np.sqrt(model.drift)
         found += np.log(usual + _RARE / (1.0 + (2.0 * shifts) ** 2))
