@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flexfloor.cli.display import ProgressLines, format_count, print_table, warn_of_overruns
+from flexfloor.cli.display import format_count, make_display, print_table, warn_of_overruns
 from flexfloor.cli.rollout import (
     add_to_history,
     check_policies,
@@ -19,6 +19,7 @@ from flexfloor.cli.rollout import (
 from flexfloor.errors import FlexFloorError
 from flexfloor.ledger.accounting import Summary
 from flexfloor.ledger.comparison import ComparisonRow, choose_baseline, compare_summaries
+from flexfloor.ledger.events import LedgerWriter
 from flexfloor.outputs import check_outputs, write_json
 from flexfloor.settings import CompareSettings
 
@@ -33,38 +34,36 @@ def run_compare(settings: CompareSettings) -> int:
 
     Raises InputError before any process is started, FlexFloorError when responses differ that must not.
     """
-    show = ProgressLines(settings.quiet)
     names = settings.policies
     folders = {name: settings.out_dir / name.replace(":", "-") for name in names}
     outputs = {"--out-dir": settings.out_dir / "comparison.json"}
     for name, folder in folders.items():
         outputs |= {f"--out-dir ({name}, {file})": folder / file for file in ("summary.json", "ledger.jsonl")}
     check_outputs(outputs | history_file(settings), input_files(settings))
-    observed = check_policies(names, settings, show)
-    work = read_work(settings, show)
-    import flexfloor
-
     baseline = choose_baseline(names)
     summaries: dict[str, Summary] = {}
     responses: list[Response] = []
-    with launch(settings, work, show) as fleet:
-        outputs["--out-dir"].unlink(missing_ok=True)  # of an earlier run
-        for name, folder in folders.items():
-            show.begin_rollout(name)
-            result = flexfloor.rollout(
-                fleet,
-                work.requests,
-                policy=name,
-                ledger=folder / "ledger.jsonl",
-                on_progress=show.progress,
-                on_release=show.released,
-                **rollout_arguments(settings, observed),
-            )
-            summaries[name] = result.summary
-            if name == baseline:
-                responses = result.responses
-            write_json(folder / "summary.json", summaries[name].to_json())
-    show.begin_rollout(None)
+    with make_display(settings.quiet) as show:
+        observed = check_policies(names, settings, show)
+        work = read_work(settings, show)
+        import flexfloor
+
+        with launch(settings, work, show) as fleet:
+            outputs["--out-dir"].unlink(missing_ok=True)  # of an earlier run
+            for name, folder in folders.items():
+                show.begin_rollout(name)
+                result = flexfloor.rollout(
+                    fleet,
+                    work.requests,
+                    policy=name,
+                    ledger=LedgerWriter(folder / "ledger.jsonl", on_record=show.record),
+                    **rollout_arguments(settings, observed),
+                )
+                summaries[name] = result.summary
+                show.end_rollout(result.summary)
+                if name == baseline:
+                    responses = result.responses
+                write_json(folder / "summary.json", summaries[name].to_json())
     rows = compare_summaries(summaries)
     knowledge = settings.knowledge if settings.knowledge != "auto" else "none" if observed is None else "history"
     told = {"knowledge": knowledge, "history_responses": len(observed or ())}

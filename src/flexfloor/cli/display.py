@@ -1,4 +1,4 @@
-"""What a rollout tells its user: plain progress lines on stderr while it runs, tables on stdout at the end."""
+"""What a rollout tells its user: progress on stderr while it runs, tables on stdout at the end."""
 
 from __future__ import annotations
 
@@ -6,30 +6,56 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from flexfloor.ledger.accounting import MOST_OVERRUNS
+from flexfloor.report.live_state import LiveState
+from flexfloor.report.words import describe_resize, describe_summary, format_count, format_rate, format_seconds
 from flexfloor.world.memory import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from flexfloor.ledger.accounting import Summary, WorkerSummary
-    from flexfloor.rollout import RolloutProgress
 
 
-def format_count(count: float) -> str:
-    """1842 → '1 842'."""
-    return f"{count:,.0f}".replace(",", " ")
+class Display(Protocol):
+    """Where a command shows how far it is; a context manager. LiveDisplay on a terminal, else ProgressLines."""
+
+    def phase(self, text: str) -> None:
+        """A step of the way, always shown."""
+
+    def status(self, text: str) -> None:
+        """What further rollouts belong to, like a training step."""
+
+    def begin_rollout(self, policy: str) -> None:
+        """One of several rollouts begins."""
+
+    def end_rollout(self, summary: Summary) -> None:
+        """It has ended; its figures are shown."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """The next record of the ledger of a rollout."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
-def format_rate(rate: float) -> str:
-    """Like format_count, with a decimal where there are few digits."""
-    return format_count(rate) if rate >= 100 else f"{rate:.1f}"
+def make_display(quiet: bool, stream: TextIO | None = None) -> Display:
+    """The live view on a terminal, lines elsewhere, nothing if quiet."""
+    from flexfloor.report.live import LiveDisplay, can_draw
+
+    stream = stream or sys.stderr
+    return LiveDisplay(stream) if not quiet and can_draw(stream) else ProgressLines(quiet, stream=stream)
 
 
 class ProgressLines:
-    """Lines with the seconds since the command began; progress at most about once a second. quiet: none."""
+    """Lines with the seconds since the command began. quiet: none.
+
+    Of a rollout, told by the records of its ledger: every resize, and where it is about once a second in its first
+    minute, then every ten seconds, after an hour every minute.
+    """
 
     def __init__(
         self, quiet: bool = False, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -37,17 +63,16 @@ class ProgressLines:
         self._quiet = quiet
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._begun = clock()
-        self._last = self._begun
+        self._begun = self._last = self._rollout_begun = clock()
+        self._state: LiveState | None = None
         self._shown = (0.0, 0)  # time and response tokens of the last progress line
         self._name = ""
 
-    def begin_rollout(self, name: str | None) -> None:
-        """Further progress is of the rollout that begins now; its lines name it. None: no more of those."""
-        self._shown = (0.0, 0)
-        self._name = f"{name}  " if name else ""
-        if name:
-            self._print(f"policy {name}")
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def _print(self, text: str) -> None:
         self._last = self._clock()
@@ -55,24 +80,47 @@ class ProgressLines:
             print(f"{self._last - self._begun:7.1f}s  {text}", file=self._stream, flush=True)
 
     def phase(self, text: str) -> None:
-        """A step of the way, always shown."""
         self._print(text)
 
-    def released(self, worker: int) -> None:
-        """A worker that has left, always shown."""
-        self._print(f"{self._name}worker {worker} left")
+    def status(self, text: str) -> None:
+        pass  # the lines of `phase` tell enough
 
-    def progress(self, state: RolloutProgress) -> None:
-        """Where the rollout is, with the rate since the last such line; none when a line is less than a second old."""
-        if self._clock() - self._last < 1:
+    def begin_rollout(self, policy: str) -> None:
+        self._name = f"{policy}  "
+        self._print(f"policy {policy}")
+
+    def end_rollout(self, summary: Summary) -> None:
+        self._print(describe_summary(summary))
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if self._quiet:
             return
+        if record["type"] == "start":
+            self._state, self._shown, self._rollout_begun = LiveState(record), (0.0, 0), self._clock()
+        if self._state is None:
+            return
+        self._state.take(record)
+        if record["type"] == "resize":
+            self._print(f"{self._name}{describe_resize(record)}")
+        elif record["type"] == "chunk" and self._clock() - self._last >= self._gap():
+            self._progress(self._state)
+
+    def _gap(self) -> float:
+        """Seconds between two lines."""
+        age = self._clock() - self._rollout_begun
+        return 1.0 if age < 60 else 10.0 if age < 3600 else 60.0
+
+    def _progress(self, state: LiveState) -> None:
+        """Where the rollout is, with the rate since the last such line."""
         t, tokens = self._shown
         rate = (state.response_tokens - tokens) / max(state.t - t, 1e-3)
         self._shown = (state.t, state.response_tokens)
         waiting = f"  waiting {format_count(state.waiting)}" if state.waiting else ""
+        left = f"  ~{format_seconds(seconds)} left" if (seconds := state.remaining_s()) is not None else ""
         self._print(
-            f"{self._name}iteration {format_count(state.iteration)}  finished {state.finished}/{state.requests}  "
-            f"live {format_count(state.live)}{waiting}  {format_rate(rate)} tok/s"
+            f"{self._name}iteration {format_count(state.iteration)}  "
+            f"finished {format_count(state.finished)}/{format_count(state.requests)}  live {format_count(state.live)}"
+            f"{waiting}  {format_rate(rate)} tok/s{left}"
         )
 
 

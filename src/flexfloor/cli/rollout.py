@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexfloor.cli.display import ProgressLines, print_summary, warn_of_overruns
+from flexfloor.cli.display import Display, make_display, print_summary, warn_of_overruns
 from flexfloor.errors import FlexFloorError, InputError
+from flexfloor.ledger.events import LedgerWriter
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
 from flexfloor.settings import RolloutSettings, RunSettings
@@ -29,25 +30,23 @@ def run_rollout(settings: RolloutSettings) -> int:
 
     Raises InputError before any process is started, WorkerFailedError when one of them fails.
     """
-    show = ProgressLines(settings.quiet)
     files = output_files(settings)
     check_outputs({f"--{name}": path for name, path in files.items()} | history_file(settings), input_files(settings))
-    observed = check_policies([settings.policy], settings, show)
-    work = read_work(settings, show)
-    import flexfloor
+    with make_display(settings.quiet) as show:
+        observed = check_policies([settings.policy], settings, show)
+        work = read_work(settings, show)
+        import flexfloor
 
-    with launch(settings, work, show) as fleet:
-        for stale in (files["out"], files["summary"]):  # of an earlier run: they would lie beside this one's ledger
-            stale.unlink(missing_ok=True)
-        result = flexfloor.rollout(
-            fleet,
-            work.requests,
-            policy=settings.policy,
-            ledger=files["ledger"],
-            on_progress=show.progress,
-            on_release=show.released,
-            **rollout_arguments(settings, observed),
-        )
+        with launch(settings, work, show) as fleet:
+            for stale in (files["out"], files["summary"]):  # of an earlier run: they would lie beside this one's ledger
+                stale.unlink(missing_ok=True)
+            result = flexfloor.rollout(
+                fleet,
+                work.requests,
+                policy=settings.policy,
+                ledger=LedgerWriter(files["ledger"], on_record=show.record),
+                **rollout_arguments(settings, observed),
+            )
     decode_responses(result.responses, work.tokenizer, work.requests)
     write_responses(files["out"], result.responses)
     write_json(files["summary"], result.summary.to_json())
@@ -58,7 +57,7 @@ def run_rollout(settings: RolloutSettings) -> int:
     return 0
 
 
-def check_policies(names: Sequence[str], settings: RunSettings, show: ProgressLines) -> Observations | None:
+def check_policies(names: Sequence[str], settings: RunSettings, show: Display) -> Observations | None:
     """Refuse what a policy does not take before a worker is started. Returns what the history holds.
 
     Raises InputError.
@@ -107,7 +106,7 @@ class Work:
     tokenizer: Any | None
 
 
-def read_work(settings: RunSettings, show: ProgressLines) -> Work:
+def read_work(settings: RunSettings, show: Display) -> Work:
     """The requests that model, prompts and lengths make. Raises InputError."""
     show.phase("reading model and prompts")
     quiet_libraries()
@@ -140,7 +139,7 @@ def read_work(settings: RunSettings, show: ProgressLines) -> Work:
     return Work(requests, tokenizer)
 
 
-def launch(settings: RunSettings, work: Work, show: ProgressLines) -> Fleet:
+def launch(settings: RunSettings, work: Work, show: Display) -> Fleet:
     """The fleet that the settings describe. Raises InputError before any process is started."""
     from flexfloor.fleet import Fleet
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexfloor.cli.display import ProgressLines, format_count, format_rate, print_table
+from flexfloor.cli.display import Display, format_count, format_rate, make_display, print_table
 from flexfloor.cli.rollout import quiet_libraries
 from flexfloor.integrations.trl.settings import read_settings
 from flexfloor.integrations.trl.training import train
@@ -25,9 +25,16 @@ def run_train(config: Path, *, resume: bool, changes: Sequence[str], quiet: bool
     changes: `key=value` that win over the file. Raises InputError before any process is started or file written.
     """
     settings = read_settings(config, changes)
-    show = ProgressLines(quiet or settings.quiet)
     quiet_trainer()
-    result = train(settings, config, resume=resume, tell=show.phase, on_log=lambda record: _show(show, record))
+    with make_display(quiet or settings.quiet) as show:
+        result = train(
+            settings,
+            config,
+            resume=resume,
+            tell=show.phase,
+            on_log=lambda record: _show(show, record),
+            on_record=show.record,
+        )
     show.phase("done")
     print_table(_totals(result))
     if result.epochs:
@@ -49,7 +56,7 @@ def quiet_trainer() -> None:
         warnings.filterwarnings("ignore", category=category)
 
 
-def _show(show: ProgressLines, record: dict[str, Any]) -> None:
+def _show(show: Display, record: dict[str, Any]) -> None:
     """The line of a log call; what it logged in full is in metrics.jsonl."""
     step = f"step {record['step']}/{record['steps']}"
     if "eval_reward" in record:
@@ -63,6 +70,7 @@ def _show(show: ProgressLines, record: dict[str, Any]) -> None:
         if (seconds := record.get("flexfloor/step_s", record.get("step_time"))) is not None:
             parts.append(f"{seconds:.1f} s")
         show.phase("  ".join(parts))
+        show.status("  ".join(parts[:2]))
 
 
 def _number(value: float | None) -> str:

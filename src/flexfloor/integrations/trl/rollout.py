@@ -53,7 +53,8 @@ class FlexFloorRollout:
     of the length history; `auto` is `length_history.sqlite` in the trainer's output folder, which every checkpoint gets
     a copy of and which goes back to that copy at a resume; None forgets lengths. ledgers: folder for a ledger of every
     rollout. check_responses: responses of a rollout whose log-probabilities are held against the trainer's own forward.
-    on_phase: told what the launch does. engine: fields of EngineSettings.
+    on_phase: told what the launch does. on_record: told each record of a rollout's ledger. engine: fields of
+    EngineSettings.
 
     Use it as a context manager, or `close` it; it also closes when a rollout fails. Raises InputError before a process
     is started.
@@ -73,6 +74,7 @@ class FlexFloorRollout:
         ledgers: Path | str | None = None,
         check_responses: int = 1,
         on_phase: Callable[[str], None] | None = None,
+        on_record: Callable[[dict[str, Any]], None] | None = None,
         **engine: Any,
     ) -> None:
         if check_responses < 0:
@@ -88,6 +90,7 @@ class FlexFloorRollout:
         load_history(self._history)
         self._history_by_trainer = history == "auto"
         self._ledgers = Path(ledgers) if ledgers is not None else None
+        self._on_record = on_record
         self._check_responses = check_responses
         self._options: dict[str, Any] = limits | {
             "policy": policy, "knowledge": knowledge, "chunk": chunk, "profile": profile
@@ -217,7 +220,7 @@ class FlexFloorRollout:
     def _generate(self, requests: list[Request], mode: Split, step: int) -> tuple[RolloutResult, LedgerWriter]:
         number = self._at[mode][1]
         name = f"{mode}-{step:06d}" + (f"-{number}" if number else "")
-        ledger = LedgerWriter(None if self._ledgers is None else self._ledgers / f"{name}.jsonl")
+        ledger = LedgerWriter(None if self._ledgers is None else self._ledgers / f"{name}.jsonl", self._on_record)
         result = rollout(
             self._fleet,
             requests,

@@ -38,13 +38,15 @@ def train(
     resume: bool = False,
     tell: Tell = lambda text: None,
     on_log: Callable[[dict[str, Any]], None] = lambda record: None,
+    on_record: Callable[[dict[str, Any]], None] | None = None,
 ) -> Any:
     """Run the training that the settings describe. Returns a TrainResult.
 
     config: file that the settings come from; modules in its folder can be named in it. resume: go on from the newest
-    whole checkpoint in the output folder. tell: gets a line for each step of the way. on_log: told what is logged.
-    Raises InputError before anything is started or written; later FlexFloorError, and RewardError for a reward
-    function at fault. When it breaks off, by an exception of any kind, the last whole step has a checkpoint.
+    whole checkpoint in the output folder. tell: gets a line for each step of the way. on_log: told what is logged;
+    on_record: each record of a rollout's ledger. Raises InputError before anything is started or written; later
+    FlexFloorError, and RewardError for a reward function at fault. When it breaks off, by an exception of any kind, the
+    last whole step has a checkpoint.
     """
     check_owned(settings, config)
     require_trl(config)
@@ -53,11 +55,16 @@ def train(
         raise InputError("flexfloor train is one process, whose workers it starts itself; run it without a launcher")
     folders = importable(config.absolute().parent, Path.cwd())
     with folders, undone_if_empty(settings.output), locked(settings.output, config):
-        return _train(settings, config, resume, tell, on_log)
+        return _train(settings, config, resume, tell, on_log, on_record)
 
 
 def _train(
-    settings: TrainSettings, config: Path, resume: bool, tell: Tell, on_log: Callable[[dict[str, Any]], None]
+    settings: TrainSettings,
+    config: Path,
+    resume: bool,
+    tell: Tell,
+    on_log: Callable[[dict[str, Any]], None],
+    on_record: Callable[[dict[str, Any]], None] | None,
 ) -> Any:
     tell("reading model and task")
     from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
@@ -124,6 +131,7 @@ def _train(
                 check_responses=settings.check_responses,
                 ledgers=settings.output / records.LEDGERS,
                 on_phase=tell,
+                on_record=on_record,
                 **engine,
             )
         )

@@ -1,0 +1,161 @@
+"""How far a rollout is, told by the records of its ledger one by one as they are written."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["begins", "prefill", "decode", "idle", "stall", "released"]
+"""What a worker did in the last iteration of the newest record. idle: no live request, but occupied; stall: waited
+for a resize; begins: nothing yet."""
+
+_RATE_S, _RATE_CHUNKS = 2.0, 8  # the rate is that of the last so many seconds, or chunks where these took longer
+_ENDED_TO_TELL = 0.1  # share of the responses that must have ended before their rate tells when the last will
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """One worker as of the newest record. None: the ledger does not tell.
+
+    live: requests in its last iteration that have not ended. kv_pages_used: of kv_pages. experts: expert slots held,
+    one for each expert of a layer.
+    """
+
+    worker: int
+    state: State = "begins"
+    live: int = 0
+    kv_pages_used: int | None = None
+    kv_pages: int | None = None
+    experts: int | None = None
+
+
+@dataclass(slots=True)
+class LiveState:
+    """All that the records from `start` on come to. t: seconds since the first request was handed over, of the newest.
+
+    live: responses under way; waiting: requests bound to no worker yet. last_resize: the newest `resize` record.
+    """
+
+    start: Mapping[str, Any]
+    t: float = 0.0
+    iteration: int = 0
+    requests: int = 0
+    bound: int = 0
+    finished: int = 0
+    response_tokens: int = 0
+    preemptions: int = 0
+    workers: list[WorkerState] = field(init=False)
+    last_resize: Mapping[str, Any] | None = None
+    ended: bool = False
+    _rates: deque[tuple[float, int]] = field(default_factory=deque)  # (t, response tokens) of the newest chunks
+    _endings: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # (t, responses that had ended)
+    _end_at: float | None = None  # when the policy expects the end
+
+    def __post_init__(self) -> None:
+        self.workers = [WorkerState(w) for w in range(self.start["fleet"]["workers"])]
+        self._divide(self.start)
+
+    @property
+    def live(self) -> int:
+        return self.bound - self.finished
+
+    @property
+    def waiting(self) -> int:
+        return self.requests - self.bound
+
+    @property
+    def active(self) -> list[int]:
+        return [w.worker for w in self.workers if w.state != "released"]
+
+    @property
+    def made_by(self) -> str:
+        """'simulated on h200', 'emulated: 16 × h200', or '' for real time."""
+        fleet = self.start["fleet"]
+        if fleet.get("simulated"):
+            return f"simulated on {fleet.get('profile')}"
+        return "" if fleet.get("pace") is None else f"emulated: {fleet['pace']:g} × {fleet.get('profile')}"
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """The next record, in the order of the ledger."""
+        self.t = max(self.t, record.get("t1", record.get("t", 0.0)))
+        match record["type"]:
+            case "submit":
+                self.requests += record["requests"]
+            case "assign":
+                self._assign(record)
+            case "chunk":
+                self._chunk(record)
+            case "resize":
+                self._resize(record)
+            case "end":
+                self.ended = True
+        if (left := record.get("predicted", {}).get("remaining_s")) is not None and record.get("failed") is None:
+            self._end_at = self.t + left
+
+    def _divide(self, record: Mapping[str, Any]) -> None:
+        """How memory is divided now, where the record tells."""
+        for entry in record.get("workers", ()):
+            worker = self.workers[entry["worker"]]
+            worker.experts, worker.kv_pages = entry.get("slots"), entry.get("kv_pages")
+
+    def _assign(self, record: Mapping[str, Any]) -> None:
+        for worker, names in record["workers"].items():
+            self.bound += len(names)
+            self.workers[int(worker)].live += len(names)
+
+    def _chunk(self, record: Mapping[str, Any]) -> None:
+        self.iteration = record["first_iteration"] + record["iterations"]
+        self.response_tokens += record["tokens"]
+        self.preemptions += len(record["preemptions"])
+        last = Counter(f["worker"] for f in record["finished"] if f["iteration"] == self.iteration - 1)
+        for entry in record["workers"]:
+            worker = self.workers[entry["worker"]]
+            batch = entry["batch"][-1] if entry["batch"] else 0
+            worker.live = max(0, round(batch) - last[entry["worker"]])
+            worker.kv_pages_used = entry.get("kv_pages")
+            if any(entry["prefill_tokens"][-1:]):
+                worker.state = "prefill"
+            else:
+                worker.state = "decode" if batch else "idle"
+        self._rates.append((self.t, self.response_tokens))
+        while len(self._rates) > _RATE_CHUNKS + 1 and self.t - self._rates[1][0] > _RATE_S:
+            self._rates.popleft()
+        if record["finished"]:
+            self.finished += len(record["finished"])
+            self._endings.append((self.t, self.finished))
+
+    def _resize(self, record: Mapping[str, Any]) -> None:
+        self.last_resize = record
+        if record["failed"] is not None:
+            return
+        for worker in self.workers:
+            if worker.state != "released":
+                worker.state = "stall"
+        for number in record["leaving"]:
+            self.workers[number] = WorkerState(number, "released", kv_pages=0, kv_pages_used=0, experts=0)
+        self._divide(record)
+
+    def tokens_per_s(self) -> float:
+        """Response tokens per second of the last while; seconds of the fleet, as all times here."""
+        if not self._rates:
+            return 0.0
+        (t, tokens), (now, all_tokens) = self._rates[0], self._rates[-1]
+        if len(self._rates) == 1:
+            t, tokens = 0.0, 0
+        return (all_tokens - tokens) / max(now - t, 1e-9)
+
+    def remaining_s(self) -> float | None:
+        """Seconds to the end, about: what the policy expected in its newest decision; without one, or when that time is
+        over, as long as the responses left take at the rate at which the newer half of the others ended. None where
+        too few have ended to tell."""
+        if self.ended:
+            return 0.0
+        if self._end_at is not None and self._end_at > self.t:
+            return self._end_at - self.t
+        if self.finished < max(2, _ENDED_TO_TELL * self.requests):
+            return None
+        t, ended = self._endings[bisect_right(self._endings, self.finished / 2, key=lambda entry: entry[1]) - 1]
+        return (self.t - t) * (self.requests - self.finished) / (self.finished - ended)
