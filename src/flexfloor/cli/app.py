@@ -110,6 +110,21 @@ def train(
 
 
 @app.command()
+def trace(
+    ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="of one rollout", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the trace; gzipped if the name ends in .gz")],
+) -> Command:
+    """Write the trace of a rollout in the Chrome trace-event format, which Perfetto opens."""
+
+    def run() -> int:
+        from flexfloor.cli.trace import run_trace
+
+        return run_trace(ledger, out)
+
+    return run
+
+
+@app.command()
 def doctor(
     model: Annotated[Path | None, typer.Option("--model", metavar="DIR", help="a checkpoint to look at too")] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="most workers to work out memory for")] = 4,

@@ -1,0 +1,25 @@
+"""`flexfloor trace`: a ledger → a file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexfloor.cli.display import format_count
+from flexfloor.errors import InputError
+from flexfloor.ledger.events import read_ledger
+from flexfloor.outputs import check_outputs
+from flexfloor.report.trace import write_trace
+
+
+def run_trace(ledger: Path, out: Path) -> int:
+    """Write the trace of one ledger. Returns the exit code. Raises InputError."""
+    check_outputs({"--out": out}, {"the ledger": ledger})
+    records = read_ledger(ledger)
+    try:
+        events = write_trace(out, records)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InputError(f"{ledger}: a record is not as `flexfloor` writes it ({error!r}); name another file") from None
+    if records[-1]["type"] != "end":
+        print("  incomplete  the run was cut off; the trace tells of it as far as the ledger goes")
+    print(f"  trace       {out} ({format_count(events)} events)")
+    return 0
