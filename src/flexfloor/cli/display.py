@@ -145,11 +145,37 @@ def print_summary(summary: Summary, files: Mapping[str, Path], stream: TextIO | 
 
 
 def print_table(table: Table, stream: TextIO | None = None) -> None:
-    """As wide as the terminal, or 120 columns where there is none."""
+    """As wide as the terminal, or 120 columns where there is none; turned where it only fits so."""
     from rich.console import Console
 
     stream = stream or sys.stdout
-    Console(file=stream, highlight=False, width=None if stream.isatty() else 120).print(table)
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
+
+    def fits(table: Table) -> bool:
+        return console.measure(table, options=console.options.update(width=1000)).maximum <= console.width
+
+    if not fits(table):
+        table.padding = 0
+        if not fits(table) and fits(turned := _turned(table)):
+            table = turned
+    console.print(table)
+
+
+def _turned(table: Table) -> Table:
+    """Its columns as rows; the heads are the first column."""
+    from rich.table import Table
+
+    turned = Table(box=table.box, title=table.title, title_justify="left", title_style=table.title_style, padding=0)
+    # Heads are broken inside words, but for the one that has a hyphen of its own.
+    rows = [
+        [str(column.header).strip().replace("post-\n", "post-").replace("-\n", "").replace("\n", " "), *column.cells]
+        for column in table.columns
+    ]
+    for index, head in enumerate(rows[0]):
+        turned.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for row in rows[1:]:
+        turned.add_row(*row)
+    return turned
 
 
 def _totals(summary: Summary) -> Table:

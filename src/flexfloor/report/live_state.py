@@ -51,7 +51,9 @@ class LiveState:
     last_resize: Mapping[str, Any] | None = None
     ended: bool = False
     _rates: deque[tuple[float, int]] = field(default_factory=deque)  # (t, response tokens) of the newest chunks
-    _endings: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # (t, responses that had ended)
+    _live_s: float = 0.0  # ∫ live dt up to the newest chunk
+    # (t, responses that had ended, ∫ live dt) of every chunk in which one ended
+    _endings: list[tuple[float, int, float]] = field(default_factory=lambda: [(0.0, 0, 0.0)])
     _end_at: float | None = None  # when the policy expects the end
 
     def __post_init__(self) -> None:
@@ -80,7 +82,8 @@ class LiveState:
 
     def take(self, record: Mapping[str, Any]) -> None:
         """The next record, in the order of the ledger."""
-        self.t = max(self.t, record.get("t1", record.get("t", 0.0)))
+        before, self.t = self.t, max(self.t, record.get("t1", record.get("t", 0.0)))
+        self._live_s += (self.t - before) * self.live
         match record["type"]:
             case "submit":
                 self.requests += record["requests"]
@@ -125,7 +128,7 @@ class LiveState:
             self._rates.popleft()
         if record["finished"]:
             self.finished += len(record["finished"])
-            self._endings.append((self.t, self.finished))
+            self._endings.append((self.t, self.finished, self._live_s))
 
     def _resize(self, record: Mapping[str, Any]) -> None:
         self.last_resize = record
@@ -148,14 +151,21 @@ class LiveState:
         return (all_tokens - tokens) / max(now - t, 1e-9)
 
     def remaining_s(self) -> float | None:
-        """Seconds to the end, about: what the policy expected in its newest decision; without one, or when that time is
-        over, as long as the responses left take at the rate at which the newer half of the others ended. None where
-        too few have ended to tell."""
+        """Seconds to the end, about: what the policy expected in its newest decision. Without one, or when that time is
+        over, from how responses end; None where too few have.
+
+        Of the newer half of those that ended: e in a time T with Λ = ∫ live dt, so that one at a time ends with the
+        hazard h = e / Λ. Those that wait need room, which comes at the rate e / T; then n live ones that end
+        independently with hazard h take (1 + 1/2 + … + 1/n) / h, the expectation of the largest of n exponentials.
+        """
         if self.ended:
             return 0.0
         if self._end_at is not None and self._end_at > self.t:
             return self._end_at - self.t
         if self.finished < max(2, _ENDED_TO_TELL * self.requests):
             return None
-        t, ended = self._endings[bisect_right(self._endings, self.finished / 2, key=lambda entry: entry[1]) - 1]
-        return (self.t - t) * (self.requests - self.finished) / (self.finished - ended)
+        half = bisect_right(self._endings, self.finished / 2, key=lambda entry: entry[1]) - 1
+        t, ended, live_s = self._endings[half]
+        count = self.finished - ended
+        harmonic = sum(1 / n for n in range(1, self.live + 1))
+        return self.waiting * (self.t - t) / count + harmonic * (self._live_s - live_s) / count

@@ -32,9 +32,9 @@ _LINES_OF_RESIZE = 3
 
 
 def draw(state: LiveState, width: int, height: int, *, above: Sequence[str] = (), plain: bool = False) -> list[Line]:
-    """At most `height` lines of at most `width` characters. above: lines to begin with. plain: ASCII only."""
+    """At most `height` lines of at most `width` characters. above: what to begin with. plain: ASCII only."""
     bar = _Bar("#", "-") if plain else _Bar("━", "─")
-    lines = [[(text, "bold")] for text in above]
+    lines: list[Line] = [[(text, "bold")] for told in above for text in textwrap.wrap(told, width)]
     lines += _wrap(_what_runs(state), width)
     lines += _wrap(_responses(state, bar), width)
     lines += _wrap(_group(state), width)
