@@ -186,6 +186,16 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthForecast:
+    """What a policy expected of responses that had not begun. tokens: float64 [levels, n], quantiles of the length of
+    each response at each of `levels`."""
+
+    requests: Sequence[str]
+    levels: tuple[float, ...]
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Preemption:
     request_id: str
     worker: int

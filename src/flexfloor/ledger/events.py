@@ -8,6 +8,7 @@ chunk    one advance: per-worker arrays with one entry an iteration, responses t
          what was generated, in all and per worker; `spans`, where it stands, has the iterations that each entry stands
          for, as their mean, and `last_live` the iterations of a worker up to its last one with a live request
 decision what a policy decided beside resizes: `what`, `reason`, and what it counted with (`predicted`)
+forecast what a policy that has forecasts expected of responses that had not begun: quantiles of their lengths
 resize   a change of the active set, or moves without one: who, what, and how long it took; `failed` says why it was not
          carried out, `refused` whether it was not even begun; one that was carried out has the division of memory
          that it left (`workers`)
@@ -27,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from flexfloor.errors import FlexFloorError, InputError
-from flexfloor.progress import Decision, FleetInfo, Progress, ResizeOutcome, WorkerStatus
+from flexfloor.progress import Decision, FleetInfo, LengthForecast, Progress, ResizeOutcome, WorkerStatus
 
 SCHEMA = 1
 """Version of the records' meaning; a reader refuses a ledger with another one."""
@@ -112,8 +113,17 @@ def chunk_record(progress: Progress, t0: float, t1: float, totals: Mapping[str, 
     }
 
 
-def decision_record(t: float, iteration: int, decision: Decision) -> dict[str, Any]:
-    return {"type": "decision", "t": t, "iteration": iteration} | asdict(decision)
+def decision_record(t: float, iteration: int, decision: Decision | LengthForecast) -> dict[str, Any]:
+    """A `decision` record; of a forecast, a `forecast` record."""
+    if isinstance(decision, Decision):
+        return {"type": "decision", "t": t, "iteration": iteration} | asdict(decision)
+    return {
+        "type": "forecast",
+        "t": t,
+        "levels": list(decision.levels),
+        "requests": list(decision.requests),
+        "tokens": np.rint(decision.tokens).astype(np.int64).tolist(),
+    }
 
 
 def resize_record(t0: float, t1: float, outcome: ResizeOutcome, workers: Sequence[WorkerStatus] = ()) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexfloor.progress import Decision, Progress
+from flexfloor.progress import Decision, LengthForecast, Progress
 from flexfloor.requests import Request
 from flexfloor.world.resize import ResizePlan
 from flexfloor.world.status import FleetStatus
@@ -37,5 +37,5 @@ class Observer(Protocol):
     def observe(self, progress: Progress) -> None:
         """Told what an advance brought."""
 
-    def take_decisions(self) -> list[Decision]:
-        """Decisions beside resizes since the last call, for the ledger."""
+    def take_decisions(self) -> Sequence[Decision | LengthForecast]:
+        """Decisions beside resizes, and forecasts, since the last call, for the ledger."""

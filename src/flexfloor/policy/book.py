@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexfloor.progress import Progress
+from flexfloor.progress import LengthForecast, Progress
 from flexfloor.requests import Request
-from flexfloor.world.lengths.base import Lengths
+from flexfloor.world.lengths.base import ForcedLengths, Lengths
 from flexfloor.world.status import FleetStatus
 
 _LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_TOLD_LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of forecasts in the ledger
 _GOLDEN = 0.6180339887498949
 
 
@@ -60,6 +61,7 @@ class Book:
         self.total = np.zeros(0, dtype=np.int64)
         self.siblings = 1.0  # requests of a prompt, on average
         self._rows: dict[str, int] = {}
+        self._taken = 0  # first row of the requests that arrived last
         self._generated = np.zeros(0, dtype=np.int64)  # of each row, that the draws at hand are for
         self._drawn: dict[tuple[Draw, float], np.ndarray] = {}  # draw and reserve → what is left of each row, or NaN
 
@@ -69,7 +71,7 @@ class Book:
         if not fresh:
             return False
         self.lengths.add(fresh)
-        first = len(self.requests)
+        first = self._taken = len(self.requests)
         self.requests += fresh
         self.waiting += range(first, len(self.requests))
         self._rows |= {r.request_id: first + i for i, r in enumerate(fresh)}
@@ -86,6 +88,15 @@ class Book:
         self._generated = np.zeros(len(self.requests), dtype=np.int64)
         self._drawn.clear()
         return True
+
+    def first_forecast(self) -> LengthForecast | None:
+        """Of the requests that the last `take` found; None where their lengths are known."""
+        if isinstance(self.lengths, ForcedLengths):
+            return None
+        rows = np.arange(self._taken, len(self.requests))
+        none = np.zeros(len(rows), dtype=np.int64)
+        tokens = np.stack([self._remaining(rows, none, level) for level in _TOLD_LEVELS])
+        return LengthForecast([r.request_id for r in self.requests[self._taken :]], _TOLD_LEVELS, tokens)
 
     def bind(self, rows: Sequence[int]) -> None:
         """These do not wait any more."""

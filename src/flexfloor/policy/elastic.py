@@ -27,7 +27,8 @@ class ReleasePolicy(PlannedPolicy):
         self._min_workers = min_workers
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
-        self.book.take(queue)
+        if self.book.take(queue):
+            self.note_forecast()
         if not self.book.waiting:
             return {}
         workers, live = status.active, self.book.live(status)

@@ -9,7 +9,7 @@ import numpy as np
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, even_out
 from flexfloor.policy.book import Book, Draw, Live
-from flexfloor.progress import Decision, Progress
+from flexfloor.progress import Decision, LengthForecast, Progress
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile, IterationCost
 from flexfloor.world.lengths.base import Lengths
@@ -58,7 +58,7 @@ class PlannedPolicy:
         self._next = 0  # iteration of the next decision
         self.lead = 0.0  # order of what waits, one of LEADS
         self.paused_s = 0.0  # what moves are expected to have taken
-        self._decisions: list[Decision] = []
+        self._decisions: list[Decision | LengthForecast] = []
 
     def admit(self, queue: Sequence[Request], status: FleetStatus) -> dict[int, list[str]]:
         self.take(queue, status)
@@ -99,13 +99,19 @@ class PlannedPolicy:
         """Note what has arrived, whichever verb sees it first. Returns whether something has."""
         arrived = self.book.take(queue)
         if arrived:
+            self.note_forecast()
             self._choose_order(status)
         return arrived
+
+    def note_forecast(self) -> None:
+        """For the ledger, what is expected of the requests that arrived last; nothing where lengths are known."""
+        if (forecast := self.book.first_forecast()) is not None:
+            self._decisions.append(forecast)
 
     def observe(self, progress: Progress) -> None:
         self.book.observe(progress)
 
-    def take_decisions(self) -> list[Decision]:
+    def take_decisions(self) -> list[Decision | LengthForecast]:
         taken, self._decisions = self._decisions, []
         return taken
 
