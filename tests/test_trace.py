@@ -414,3 +414,35 @@ def test_the_ledger_is_not_overwritten(real: Path, capsys: pytest.CaptureFixture
     assert main(["trace", str(real), "--out", str(real)]) == 2
     assert "--out" in capsys.readouterr().err
     assert real.read_bytes() == before
+
+
+def test_rollout_and_compare_write_them_too(
+    checkpoint: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_tokens": [5, 6]}\n{"prompt_tokens": [7]}\n', encoding="utf-8")
+    common = ["--model", str(checkpoint("tiny")), "--prompts", str(prompts), "--max-tokens", "5", "--workers", "1"]
+    trace = tmp_path / "run.trace.json"
+    files = ["--out", str(tmp_path / "run" / "responses.jsonl"), "--trace", str(trace)]
+    assert main(["rollout", *common, *files, "--quiet"]) == 0
+    assert str(trace) in capsys.readouterr().out
+    written = json.loads(trace.read_text(encoding="utf-8"))
+    check_format(written)
+    assert written == make_trace(read_ledger(tmp_path / "run" / "ledger.jsonl"))
+    folder = tmp_path / "compared"
+    assert main(["compare", *common, "--policies", "static,planned", "--out-dir", str(folder), "--traces"]) == 0
+    for policy in ("static", "planned"):
+        written = json.loads(gzip.decompress((folder / policy / "trace.json.gz").read_bytes()))
+        assert written["otherData"]["policy"].startswith(policy)
+        assert written == make_trace(read_ledger(folder / policy / "ledger.jsonl"))
+
+
+def test_a_trace_has_a_file_of_its_own(checkpoint: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_tokens": [5, 6]}\n', encoding="utf-8")
+    given = ["--model", str(checkpoint("tiny")), "--prompts", str(prompts), "--out", str(tmp_path / "r.jsonl")]
+    for taken in (prompts, tmp_path / "ledger.jsonl", tmp_path):
+        assert main(["rollout", *given, "--trace", str(taken)]) == 2
+        told = capsys.readouterr().err
+        assert "--trace" in told
+        assert told.count("\n") == 1

@@ -213,6 +213,7 @@ class RolloutSettings(RunSettings):
     out: Path = Field(description="responses, one JSON object a line in input order")
     summary: Path | None = Field(None, description="what the rollout took; next to `out` as summary.json if not given")
     ledger: Path | None = Field(None, description="record of the run; next to `out` as ledger.jsonl if not given")
+    trace: Path | None = Field(None, description="Chrome trace of the run, for Perfetto; gzipped if named .gz")
     policy: str = Field(
         "static",
         description="static, static-grouped, planned, release, fixed:N or flexfloor: who runs where and leaves",
@@ -234,6 +235,7 @@ class CompareSettings(RunSettings):
         description="policies to compare, with commas; the baseline is static or static-spread, else the first"
     )
     out_dir: Path = Field(Path("runs/compare"), description="folder for comparison.json and a folder for each policy")
+    traces: bool = Field(False, description="a Chrome trace of each rollout, for Perfetto, in its policy's folder")
 
     @field_validator("policies")
     @classmethod

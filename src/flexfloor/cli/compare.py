@@ -16,6 +16,7 @@ from flexfloor.cli.rollout import (
     read_work,
     rollout_arguments,
 )
+from flexfloor.cli.trace import trace_ledger
 from flexfloor.errors import FlexFloorError
 from flexfloor.ledger.accounting import Summary
 from flexfloor.ledger.comparison import ComparisonRow, choose_baseline, compare_summaries
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from flexfloor.requests import Response
 
 
+TRACE = "trace.json.gz"
+
+
 def run_compare(settings: CompareSettings) -> int:
     """One rollout for each policy; writes their summaries, ledgers and the comparison. Returns the exit code.
 
@@ -37,8 +41,9 @@ def run_compare(settings: CompareSettings) -> int:
     names = settings.policies
     folders = {name: settings.out_dir / name.replace(":", "-") for name in names}
     outputs = {"--out-dir": settings.out_dir / "comparison.json"}
+    files = ["summary.json", "ledger.jsonl", *([TRACE] if settings.traces else [])]
     for name, folder in folders.items():
-        outputs |= {f"--out-dir ({name}, {file})": folder / file for file in ("summary.json", "ledger.jsonl")}
+        outputs |= {f"--out-dir ({name}, {file})": folder / file for file in files}
     check_outputs(outputs | history_file(settings), input_files(settings))
     baseline = choose_baseline(names)
     summaries: dict[str, Summary] = {}
@@ -78,6 +83,8 @@ def run_compare(settings: CompareSettings) -> int:
     if differing and summaries[baseline].numerics == "bitwise":
         raise FlexFloorError(f"numerics is bitwise, but responses differ from {baseline}: {', '.join(differing)}")
     add_to_history(settings, work, responses)  # once: the policies answered the same requests
+    for folder in folders.values() if settings.traces else ():
+        trace_ledger(folder / "ledger.jsonl", folder / TRACE)
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexfloor.cli.display import Display, make_display, print_summary, warn_of_overruns
+from flexfloor.cli.trace import trace_ledger
 from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.ledger.events import LedgerWriter
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
@@ -38,8 +39,8 @@ def run_rollout(settings: RolloutSettings) -> int:
         import flexfloor
 
         with launch(settings, work, show) as fleet:
-            for stale in (files["out"], files["summary"]):  # of an earlier run: they would lie beside this one's ledger
-                stale.unlink(missing_ok=True)
+            for name in files.keys() - {"ledger"}:  # of an earlier run: they would lie beside this one's ledger
+                files[name].unlink(missing_ok=True)
             result = flexfloor.rollout(
                 fleet,
                 work.requests,
@@ -54,6 +55,8 @@ def run_rollout(settings: RolloutSettings) -> int:
     warn_of_overruns(result.summary)
     print_summary(result.summary, {"responses": files["out"], "summary": files["summary"], "ledger": files["ledger"]})
     add_to_history(settings, work, result.responses)
+    if settings.trace is not None:
+        trace_ledger(files["ledger"], settings.trace)
     return 0
 
 
@@ -169,7 +172,7 @@ def output_files(settings: RolloutSettings) -> dict[str, Path]:
         "out": settings.out,
         "summary": settings.summary or folder / "summary.json",
         "ledger": settings.ledger or folder / "ledger.jsonl",
-    }
+    } | ({} if settings.trace is None else {"trace": settings.trace})
 
 
 def quiet_libraries() -> None:
