@@ -127,8 +127,9 @@ def _instant(pid: int, category: str, name: str, t: float, args: Mapping[str, An
 
 
 def _counter(pid: int, name: str, unit: str, t: float, value: float) -> Event:
-    """Viewers show name and unit as one title."""
-    return {"ph": "C", "pid": pid, "tid": pid, "name": name, "ts": microseconds(t), "args": {unit: value}}
+    """Perfetto shows name and unit as one title."""
+    event = {"ph": "C", "pid": pid, "tid": pid, "cat": "counter", "name": name, "ts": microseconds(t)}
+    return event | {"args": {unit: value}}
 
 
 def _metadata(start: Record) -> Iterator[Event]:
@@ -242,6 +243,8 @@ def _counters(records: Sequence[Record], merging: Merging) -> Iterator[Event]:
     waiting = live = 0
     done = -1.0
     yield _counter(DRIVER, "active", "workers", 0.0, records[0]["fleet"]["workers"])
+    for worker in records[0].get("workers", ()):
+        yield _counter(DRIVER + 1 + worker["worker"], "KV", "pages in use", 0.0, 0)
     for item in group_chunks(records, merging):
         if isinstance(item, Group):
             if done >= 0 and microseconds(item.t0) > microseconds(done):
