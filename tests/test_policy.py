@@ -147,14 +147,28 @@ def bind(
     max_batch: int = 64,
     skips: int = 0,
     force: bool = False,
+    ahead: float = 0.0,
 ) -> list[int]:
     """held: (tokens, left, worker); new: (tokens, left)."""
     tokens, left, worker = (np.array([h[i] for h in held], dtype=float) for i in range(3))
     new_tokens, new_left = (np.array([n[i] for n in new], dtype=float) for i in range(2))
     homes = bind_least_peak(
-        tokens, left, worker.astype(np.int64), new_tokens, new_left, np.array(limit, float), max_batch, skips, force
-    )
+        tokens, left, worker.astype(np.int64), new_tokens, new_left, np.array(limit, float), max_batch, ahead, skips,
+        force,
+    )  # fmt: skip
     return homes.tolist()
+
+
+def test_a_worker_gets_more_than_its_batch_as_far_as_requests_end_before_the_next_look() -> None:
+    # Two places. One request ends after 3 iterations, the other one after 20, so that until the next look, in 8, five
+    # iterations of one place are free: the first two newcomers start in these, and have more to do than fits.
+    held = [(1, 3, 0), (1, 20, 0)]
+    assert bind(held, [(1, 4)] * 3, [500], max_batch=2) == [-1] * 3, "looks are not told"
+    assert bind(held, [(1, 4)] * 3, [500], max_batch=2, ahead=8) == [0, 0, -1]
+    assert bind(held, [(1, 30)] * 3, [500], max_batch=2, ahead=8) == [0, -1, -1]
+    assert bind([(1, 20, 0), (1, 20, 0)], [(1, 4)], [500], max_batch=2, ahead=8) == [-1], "no place gets free"
+    assert bind([], [(1, 4)] * 6, [500], max_batch=2, ahead=8) == [0, 0, 0, 0, -1, -1]
+    assert bind(held, [(1, 4)] * 3, [14], max_batch=2, ahead=8) == [-1] * 3, "memory limits as ever"
 
 
 def most_held(requests: Sequence[tuple[int, int]]) -> int:
@@ -249,9 +263,9 @@ def test_a_worker_with_nothing_live_takes_a_request_whatever_it_asks_for() -> No
     assert ours.admit(requests[1:], status) == {1: ["p1#0/0"]}
 
 
-def test_no_more_requests_are_bound_than_a_batch_holds() -> None:
+def test_no_more_requests_are_bound_than_a_batch_holds_until_the_next_look() -> None:
     for name in ("planned", "release", "flexfloor"):
-        bound = policy(name, "oracle").admit(requests_of([2] * 9), make_status(pages=500, max_batch=2))
+        bound = policy(name, "oracle").admit(requests_of([99] * 9), make_status(pages=500, max_batch=2))
         assert [len(own) for own in bound.values()] == [2, 2, 2, 2], name
 
 

@@ -47,21 +47,27 @@ def _fill(tokens, left, counts, held_tokens, held_left, held_worker):
 
 
 @numba.njit(
-    "i8[::1](f8[::1], f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8, i8, b1)", cache=True, error_model="numpy"
+    "i8[::1](f8[::1], f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8, f8, i8, b1)", cache=True, error_model="numpy"
 )
-def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, limit, max_batch, skips, force):
+def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, limit, max_batch, ahead, skips, force):
     """Home of each new request, in their order: the worker whose forecast peak leaves the most of its limit.
 
     held_*: of live requests, float64 [n] and the worker's place in `limit`, int64 [n]. new_tokens, new_left: float64
-    [k]. limit: float64 [workers], tokens that may be held at once. max_batch: most requests of a worker. skips: how
-    many may be passed over because they do not fit, before the rest waits. force: whether all get a home, fitting or
-    not. Returns int64 [k], -1 for those that wait. A worker with nothing takes a request whatever its size.
+    [k]. limit: float64 [workers], tokens that may be held at once. max_batch: most requests that run on a worker at
+    once. ahead: iterations until the next look; a worker gets more than max_batch as far as these would not fill them.
+    skips: how many may be passed over because they do not fit, before the rest waits. force: whether all get a home,
+    fitting or not. Returns int64 [k], -1 for those that wait. A worker with nothing takes a request whatever its size.
     """
-    workers, most = len(limit), max_batch
+    workers = len(limit)
     counts = np.zeros(workers, dtype=np.int64)
     for w in held_worker:
         counts[w] += 1
-    most = max(most, counts.max()) + (len(new_tokens) if force else 1)
+    most = counts.max() + len(new_tokens)
+    if not force and ahead <= 0.0:
+        most = max(max_batch, counts.max()) + 1
+    filled = np.zeros(workers)  # places · iterations of those until the next look
+    for i in range(len(held_left)):
+        filled[held_worker[i]] += min(held_left[i], ahead)
     counts[:] = 0
     tokens, left = np.empty((workers, most)), np.empty((workers, most))
     _fill(tokens, left, counts, held_tokens, held_left, held_worker)
@@ -72,7 +78,7 @@ def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, l
     for i in range(len(new_tokens)):
         best = -1
         for w in range(workers):
-            if counts[w] < max_batch and (
+            if (counts[w] < max_batch or filled[w] < max_batch * ahead) and (
                 best < 0
                 or limit[w] - peaks[w] > limit[best] - peaks[best]
                 or (limit[w] - peaks[w] == limit[best] - peaks[best] and counts[w] < counts[best])
@@ -84,6 +90,7 @@ def bind_least_peak(held_tokens, held_left, held_worker, new_tokens, new_left, l
         peak = _peak(tokens[best], left[best], counts[best] + 1)
         if peak <= limit[best] or counts[best] == 0 or force:
             counts[best] += 1
+            filled[best] += min(new_left[i], ahead)
             peaks[best] = peak
             homes[i] = best
         else:

@@ -286,7 +286,7 @@ class FlexFloorPolicy(PlannedPolicy):
         stays = here >= 0
         homes = bind_least_peak(
             live.tokens[stays], left[stays], here[stays], live.tokens[movers], left[movers], limit,
-            status.max_batch, 0, True,
+            status.max_batch, 0.0, 0, True,
         )  # fmt: skip
         if (homes < 0).any():
             return None

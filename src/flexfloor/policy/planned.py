@@ -20,6 +20,7 @@ from flexfloor.world.status import FleetStatus
 _FULL = 0.97  # of a worker's KV memory that a forecast peak may fill
 _RESERVE = 0.05  # by which forecasts are raised for admission
 _SKIPS = 32  # requests that shorter ones may pass while they do not fit
+_AHEAD = 2.0  # intervals between looks that a worker is given requests for
 _UNEVEN = 0.04  # load above the mean that is evened out
 _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
@@ -56,6 +57,7 @@ class PlannedPolicy:
         self._cost: IterationCost | None = None
         self._ahead: LookAhead | None = None
         self._next = 0  # iteration of the next decision
+        self._interval = 16  # iterations between two looks
         self.lead = 0.0  # order of what waits, one of LEADS
         self.paused_s = 0.0  # what moves are expected to have taken
         self._decisions: list[Decision | LengthForecast] = []
@@ -78,6 +80,7 @@ class PlannedPolicy:
             self.book.left(rows, np.zeros(len(rows), dtype=np.int64), reserve=_RESERVE),
             limit,
             status.max_batch,
+            _AHEAD * self._interval,
             _SKIPS,
             False,
         )
@@ -110,6 +113,7 @@ class PlannedPolicy:
 
     def observe(self, progress: Progress) -> None:
         self.book.observe(progress)
+        self._interval = progress.iterations
 
     def take_decisions(self) -> list[Decision | LengthForecast]:
         taken, self._decisions = self._decisions, []
