@@ -15,6 +15,7 @@ import pytest
 from flexfloor.cli import main
 from flexfloor.errors import InputError
 from flexfloor.integrations.trl.arguments import OWNED, check_owned
+from flexfloor.integrations.trl.origin import Origin
 from flexfloor.integrations.trl.settings import OF_FILES, OF_REASONING_GYM, TaskSettings, TrainSettings, read_settings
 from flexfloor.settings import EngineSettings, Settings
 
@@ -83,13 +84,17 @@ def test_changes_that_are_none(tmp_path: Path, change: str):
 @pytest.mark.parametrize("name", [*OWNED, "vllm_mode"])
 def test_fields_of_trl_that_are_ours_come_with_a_remedy(tmp_path: Path, name: str):
     file = write(tmp_path, NEEDED + TASK)
-    with pytest.raises(InputError, match=rf"config.toml: \[trl\] {name} cannot be given: .+"):
-        check_owned(read_settings(file, [f"trl.{name}=0.5"]), file)
+    changes = [f"trl.{name}=0.5"]
+    settings = read_settings(file, changes)
+    with pytest.raises(InputError, match=rf"--set trl.{name}=0.5 cannot be given: .+"):
+        check_owned(settings, Origin.of(file, changes))
+    with pytest.raises(InputError, match=rf"config.toml: trl.{name} cannot be given: .+"):
+        check_owned(settings, Origin.of(file))
 
 
 def test_neutral_values_of_them_pass(tmp_path: Path):
     file = write(tmp_path, NEEDED + TASK)
-    check_owned(read_settings(file, ["trl.repetition_penalty=1.0", "trl.generation_kwargs={}"]), file)
+    check_owned(read_settings(file, ["trl.repetition_penalty=1.0", "trl.generation_kwargs={}"]), Origin.of(file))
 
 
 def test_bad_configs_load_nothing_heavy(tmp_path: Path):
@@ -178,7 +183,7 @@ def test_the_document_s_example_is_a_config(tmp_path: Path):
     assert blocks
     for block in blocks:
         file = write(tmp_path, block)
-        check_owned(read_settings(file), file)
+        check_owned(read_settings(file), Origin.of(file))
 
 
 def test_fields_of_one_source_are_fields():
@@ -186,7 +191,7 @@ def test_fields_of_one_source_are_fields():
 
 
 def test_a_config_survives_being_written():
-    from flexfloor.integrations.trl.records import changed, to_toml
+    from flexfloor.integrations.trl.records import differences, to_toml
 
     values = {
         "a": 'say "x"\n\\ \x7f ü', "b": [1, 2.5, True, "x"], "c": 1e-05, "n": None, "e": float("inf"), "f": [],
@@ -197,7 +202,10 @@ def test_a_config_survives_being_written():
         "a": values["a"], "b": [1, 2.5, True, "x"], "c": 1e-05, "e": float("inf"), "f": [],
         "t": {"k": {"deep key": [{"x": 1}]}, "dotted.key": -3},
     }  # fmt: skip
-    assert list(changed(back, back | {"c": 2, "t": back["t"] | {"new": 1}})) == ["c 1e-05 → 2", "t.new None → 1"]
+    assert list(differences(back, back | {"c": 2, "t": back["t"] | {"new": 1}})) == [
+        ("c", 1e-05, 2),
+        ("t.new", None, 1),
+    ]
 
 
 def test_metrics_files_are_cut_at_the_step_that_a_run_goes_on_from(tmp_path: Path):

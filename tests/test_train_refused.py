@@ -18,9 +18,15 @@ def place(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], 
 
 REFUSED = {
     "unknown field": ("trl.learning_rat=1", "unknown key 'learning_rat' in [trl]; did you mean 'learning_rate'?"),
-    "field of a wrong type": ("trl.learning_rate=fast", "[trl] learning_rate: input should be a valid number"),
-    "TRL's own refusal": ("trl.num_generations=3", "[trl] ValueError: generation_batch_size (4) must be divisible by"),
-    "weights for no reward": ("trl.reward_weights=[1.0, 2.0]", "[trl] ValueError: Number of reward weights (2)"),
+    "field of a wrong type": ("trl.learning_rate=fast", "--set trl.learning_rate=fast: input should be a valid number"),
+    "TRL's own refusal": (
+        "trl.num_generations=3",
+        "--set trl.num_generations=3: ValueError: generation_batch_size (4) must be divisible by",
+    ),
+    "weights for no reward": (
+        "trl.reward_weights=[1.0, 2.0]",
+        "train.toml: trl, --set trl.reward_weights=[1.0, 2.0]: ValueError: Number of reward weights (2)",
+    ),
     "too few prompts": (
         "task.arguments={n=1}",
         "1 training prompts are fewer than the 2 of one generation (generation_batch_size 4 / num_generations 2); add",
@@ -30,12 +36,21 @@ REFUSED = {
     "budget below the floor": ("engine.worker_memory=8MiB", "worker_memory 8.0 MiB is too small"),
     "unknown policy": ("policy=best", "policy 'best' is not known"),
     "more workers than experts": ("workers=17", "workers is 17 but the model has 16 experts"),
-    "no temperature": ("trl.temperature=-1", "[trl] temperature is -1.0; give 0 (greedy) or a positive number"),
-    "no probability": ("trl.top_p=2", "[trl] top_p is 2.0; give a number in (0, 1]"),
-    "no room for a token": ("trl.max_completion_length=0", "[trl] max_completion_length is 0; give at least 1"),
-    "empty batches": ("trl.per_device_train_batch_size=0", "[trl] per_device_train_batch_size is 0; give 1 or more"),
-    "no steps": ("trl.max_steps=0", "[trl] max_steps is 0; there would be nothing to train"),
-    "options that are no table": ("trl.model_init_kwargs=dtype", "[trl] model_init_kwargs is 'dtype'; give a table"),
+    "no temperature": (
+        "trl.temperature=-1",
+        "--set trl.temperature=-1: temperature is -1.0; give 0 (greedy) or a positive number",
+    ),
+    "no probability": ("trl.top_p=2", "--set trl.top_p=2: top_p is 2.0; give a number in (0, 1]"),
+    "no room for a token": (
+        "trl.max_completion_length=0",
+        "--set trl.max_completion_length=0: max_completion_length is 0; give at least 1",
+    ),
+    "empty batches": ("trl.per_device_train_batch_size=0", "per_device_train_batch_size is 0; give 1 or more"),
+    "no steps": ("trl.max_steps=0", "--set trl.max_steps=0: max_steps is 0; there would be nothing to train"),
+    "options that are no table": (
+        "trl.model_init_kwargs=dtype",
+        "--set trl.model_init_kwargs=dtype: model_init_kwargs is 'dtype'; give a table",
+    ),
 }
 
 

@@ -18,11 +18,12 @@ from pyarrow import parquet
 
 from flexfloor.errors import InputError
 from flexfloor.integrations.trl.named import importable, load_named
-from flexfloor.integrations.trl.rewards import RewardError, watch
+from flexfloor.integrations.trl.origin import Origin
+from flexfloor.integrations.trl.rewards import FirstBatch, RewardError, watch
 from flexfloor.integrations.trl.settings import TaskSettings
 from flexfloor.integrations.trl.tasks import Task, answer_in, load_task
 
-CONFIG = Path("c.toml")
+CONFIG = Origin.of(Path("c.toml"))
 MODULE = """
 import functools
 from datasets import Dataset
@@ -104,7 +105,7 @@ def test_rewards_by_name(module: Path):
 
 ROWS = "own_task:rows"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no such file": ({"train": "none.jsonl"}, "none.jsonl: prompts cannot be read"),
+    "no such file": ({"train": "none.jsonl"}, "c.toml: task.train: none.jsonl: prompts cannot be read"),
     "empty function": ({"train": "own_task:nothing"}, "own_task:nothing holds no prompts; give at least one row"),
     "function that fails": ({"train": "own_task:broken"}, "task.train: own_task:broken fails (ValueError: no)"),
     "wrong arguments": ({"train": ROWS, "arguments": {"m": 1}}, "task.train: own_task:rows fails (TypeError: "),
@@ -227,7 +228,7 @@ CALL: dict[str, Any] = {
 
 def watched(function: Callable[..., Any], folder: Path) -> tuple[Callable[..., Any], list[float]]:
     seconds: list[float] = []
-    return watch(function, seconds.append, folder / "out" / "error.txt"), seconds
+    return watch(function, seconds.append, folder / "out" / "error.txt", FirstBatch(1)), seconds
 
 
 @pytest.mark.parametrize(

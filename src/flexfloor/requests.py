@@ -42,13 +42,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens}; give at least 1")
+            raise InputError(f"max_tokens is {self.max_tokens}; give at least 1", settings=("max_tokens",))
         if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
+            told = f"temperature is {self.temperature}; give 0 (greedy) or a positive number"
+            raise InputError(told, settings=("temperature",))
         if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; give a number in (0, 1]")
+            raise InputError(f"top_p is {self.top_p}; give a number in (0, 1]", settings=("top_p",))
         if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; give 0 (all tokens) or a positive number")
+            told = f"top_k is {self.top_k}; give 0 (all tokens) or a positive number"
+            raise InputError(told, settings=("top_k",))
         if any(not s for s in self.stop):
             raise InputError("stop holds an empty string; every response would end at once")
 

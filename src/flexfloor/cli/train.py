@@ -30,6 +30,7 @@ def run_train(config: Path, *, resume: bool, changes: Sequence[str], quiet: bool
         result = train(
             settings,
             config,
+            changes=changes,
             resume=resume,
             tell=show.phase,
             on_log=lambda record: _show(show, record),

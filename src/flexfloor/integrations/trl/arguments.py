@@ -13,8 +13,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flexfloor.errors import InputError
 from flexfloor.integrations.trl.named import told
+from flexfloor.integrations.trl.origin import Origin
 from flexfloor.integrations.trl.settings import TrainSettings
-from flexfloor.settings import explain, unknown_key
+from flexfloor.settings import EngineSettings, explain, unknown_key
 
 _GENERATES = "FlexFloor generates the responses; leave it out"
 _ONE_PROCESS = "FlexFloor reads the weights of one trainer process; leave it out"
@@ -47,16 +48,18 @@ OWNED: dict[str, str] = {
 }
 """Fields that FlexFloor sets or cannot carry out, with what to do instead; and all that begin with vllm_."""
 
+_PRECISIONS: tuple[str, ...] = typing.get_args(EngineSettings.model_fields["dtype"].annotation)
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (None,), "generation_kwargs": (None, {}), "repetition_penalty": (1.0,)}
 """Owned fields that may be given after all, as long as they say nothing."""
 
 
-def check_owned(settings: TrainSettings, config: Path) -> None:
+def check_owned(settings: TrainSettings, origin: Origin) -> None:
     """Raises InputError for a field of [trl] that FlexFloor owns or cannot carry out. Does not need TRL."""
     for name, value in settings.trl.items():
         remedy = OWNED.get(name) or (_GENERATES if name.startswith("vllm_") else None)
         if remedy is not None and value not in _NEUTRAL.get(name, ()):
-            raise InputError(f"{config}: [trl] {name} cannot be given: {remedy}")
+            raise InputError(f"{origin.at(f'trl.{name}')} cannot be given: {remedy}")
 
 
 def require_trl(config: Path) -> None:
@@ -66,7 +69,7 @@ def require_trl(config: Path) -> None:
             raise InputError(f"{config}: training needs {package}; pip install 'flexfloor[trl]'")
 
 
-def grpo_fields(settings: TrainSettings, config: Path, *, eval_prompts: int) -> dict[str, Any]:
+def grpo_fields(settings: TrainSettings, origin: Origin, *, eval_prompts: int) -> dict[str, Any]:
     """name → value of every field of GRPOConfig that is not owned: as given, else our default, else TRL's.
 
     Raises InputError naming the field for an unknown name or a value of a wrong type. Loads TRL.
@@ -81,8 +84,9 @@ def grpo_fields(settings: TrainSettings, config: Path, *, eval_prompts: int) -> 
         if _is_owned(name):
             continue  # neutral, see check_owned
         if name not in known:
-            raise InputError(f"{config}: {unknown_key(name, known, 'trl')}")
-        given[name] = _check_type(config, name, types[name], value)
+            where = origin.changed(f"trl.{name}") or origin.config
+            raise InputError(f"{where}: {unknown_key(name, known, 'trl')}")
+        given[name] = _check_type(origin, name, types[name], value)
     values: dict[str, Any] = {}
     for name, field in known.items():
         default = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -93,6 +97,11 @@ def grpo_fields(settings: TrainSettings, config: Path, *, eval_prompts: int) -> 
     if given.get("use_cpu", values["use_cpu"]):
         values |= {"bf16": False, "dataloader_pin_memory": False}
     values |= given
+    if not isinstance(options := values["model_init_kwargs"], dict | None):  # TRL takes JSON in a text too
+        raise InputError(f"{origin.at('trl.model_init_kwargs')}: model_init_kwargs is {options!r}; give a table")
+    if (dtype := str((options or {}).get("dtype", "auto")).removeprefix("torch.")) not in _PRECISIONS:
+        where = origin.at("trl.model_init_kwargs.dtype")
+        raise InputError(f"{where}: dtype is {dtype!r}; give one of {', '.join(_PRECISIONS)}")
     if "per_device_eval_batch_size" not in given:
         values["per_device_eval_batch_size"] = _eval_batch(values, eval_prompts)
     return values
@@ -102,13 +111,13 @@ def _is_owned(name: str) -> bool:
     return name in OWNED or name.startswith("vllm_")
 
 
-def _check_type(config: Path, name: str, hint: Any, value: Any) -> Any:
+def _check_type(origin: Origin, name: str, hint: Any, value: Any) -> Any:
     # TRL takes true and false here beside the texts that its annotation names.
     wanted = hint | bool if name == "scale_rewards" else hint
     try:
         checked = TypeAdapter(wanted, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as error:
-        raise InputError(f"{config}: [trl] {name}: {explain(error)[1]}") from None
+        raise InputError(f"{origin.at(f'trl.{name}')}: {explain(error)[1]}") from None
     return checked.value if hasattr(checked, "value") else checked
 
 
@@ -124,7 +133,9 @@ def _eval_batch(values: Mapping[str, Any], eval_prompts: int) -> int:
     return group * max(1, min(batch // max(1, group), eval_prompts))
 
 
-def make_grpo_config(values: Mapping[str, Any], settings: TrainSettings, config: Path, *, evaluate_first: bool) -> Any:
+def make_grpo_config(
+    values: Mapping[str, Any], settings: TrainSettings, origin: Origin, *, evaluate_first: bool
+) -> Any:
     """The GRPOConfig. Raises InputError for what TRL refuses."""
     from trl import GRPOConfig
 
@@ -137,52 +148,70 @@ def make_grpo_config(values: Mapping[str, Any], settings: TrainSettings, config:
     try:
         return GRPOConfig(**values, **own)
     except Exception as error:  # ValueError mostly; the libraries below raise what they like
-        raise InputError(f"{config}: [trl] {told(error)}") from error
+        raise refused_by_trl(error, origin) from error
 
 
-def check_sampling(args: Any, config: Path) -> None:
+def refused_by_trl(error: Exception, origin: Origin) -> InputError:
+    """What TRL refuses, which names its fields by chance only."""
+    from trl import GRPOConfig
+
+    text = told(error)
+    return InputError(f"{origin.named_in(text, 'trl', (f.name for f in fields(GRPOConfig)))}: {text}")
+
+
+def check_sampling(args: Any, origin: Origin) -> None:
     """Raises InputError for what no response can be drawn with, before a worker is started."""
     from flexfloor.requests import SamplingParams
 
     if not args.max_completion_length or args.max_completion_length < 1:
-        raise InputError(f"{config}: [trl] max_completion_length is {args.max_completion_length}; give at least 1")
+        where = origin.at("trl.max_completion_length")
+        raise InputError(f"{where}: max_completion_length is {args.max_completion_length}; give at least 1")
     try:
         SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0)
     except InputError as error:
-        raise InputError(f"{config}: [trl] {error}") from None
+        raise InputError(f"{origin.at(*(f'trl.{name}' for name in error.settings))}: {error}") from None
 
 
-def check_sizes(args: Any, settings: TrainSettings, config: Path, *, train: int, held_out: int) -> None:
+_BATCH = tuple(f"trl.{name}" for name in (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_generations",
+))  # fmt: skip
+
+
+def check_sizes(args: Any, settings: TrainSettings, origin: Origin, *, train: int, held_out: int) -> None:
     """See that there are prompts enough for one generation, where TRL would end at once without a step.
 
     train, held_out: prompts. Raises InputError.
     """
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         name = "max_steps" if args.max_steps == 0 else "num_train_epochs"
-        raise InputError(f"{config}: [trl] {name} is 0; there would be nothing to train, give more")
+        raise InputError(f"{origin.at(f'trl.{name}')}: {name} is 0; there would be nothing to train, give more")
     batch, group = args.generation_batch_size, args.num_generations
     if args.per_device_train_batch_size < 1 or batch < 1:
-        raise InputError(
-            f"{config}: [trl] per_device_train_batch_size is {args.per_device_train_batch_size}; give 1 or more"
-        )
+        where = origin.at("trl.per_device_train_batch_size")
+        raise InputError(f"{where}: per_device_train_batch_size is {args.per_device_train_batch_size}; give 1 or more")
     if train < batch // group:
+        source = ("task.size",) if settings.task.train is None else ("task.train", "task.arguments")
         raise InputError(
-            f"{config}: {train} training prompts are fewer than the {batch // group} of one generation "
-            f"(generation_batch_size {batch} / num_generations {group}); add prompts, or lower "
+            f"{origin.at(*source, *_BATCH)}: {train} training prompts are fewer than the {batch // group} of one "
+            f"generation (generation_batch_size {batch} / num_generations {group}); add prompts, or lower "
             "per_device_train_batch_size, gradient_accumulation_steps or generation_batch_size in [trl]"
         )
     if not held_out:
         if args.eval_strategy != "no":
-            raise InputError(f"{config}: [trl] eval_strategy needs held-out prompts; give task.eval or task.eval_size")
+            where = origin.at("trl.eval_strategy")
+            raise InputError(f"{where}: eval_strategy needs held-out prompts; give task.eval or task.eval_size")
         return
-    group = args.num_generations_eval or group
-    if args.per_device_eval_batch_size % group:
+    group, size = args.num_generations_eval or group, args.per_device_eval_batch_size
+    if size % group:
+        where = origin.at("trl.per_device_eval_batch_size", "trl.num_generations_eval")
         raise InputError(
-            f"{config}: [trl] per_device_eval_batch_size {args.per_device_eval_batch_size} is no multiple of the "
-            f"{group} responses to a held-out prompt (num_generations_eval or num_generations); leave it out"
+            f"{where}: per_device_eval_batch_size {size} is no multiple of the {group} responses to a held-out prompt "
+            "(num_generations_eval or num_generations); leave it out"
         )
-    if args.dataloader_drop_last and held_out * group < args.per_device_eval_batch_size:
+    if args.dataloader_drop_last and held_out * group < size:
+        where = origin.at("trl.dataloader_drop_last", "trl.per_device_eval_batch_size")
         raise InputError(
-            f"{config}: {held_out} held-out prompts do not fill one batch of per_device_eval_batch_size "
-            f"{args.per_device_eval_batch_size}, which dataloader_drop_last leaves out; add prompts or leave that out"
+            f"{where}: {held_out} held-out prompts do not fill one batch of per_device_eval_batch_size {size}, which "
+            "dataloader_drop_last leaves out; add prompts or leave that out"
         )

@@ -16,9 +16,6 @@ from transformers import TrainerCallback
 from flexfloor.errors import FlexFloorError
 from flexfloor.outputs import atomic_write
 
-CONFIG, METRICS, ERROR, MODEL, LEDGERS = "config.toml", "metrics.jsonl", "error.txt", "model", "ledgers"
-"""Names in the output folder."""
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -53,14 +50,14 @@ def _value(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def changed(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> Iterator[str]:
-    """`trl.max_steps 4 → 8` for each value that differs; what one of them lacks is None."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(`trl.max_steps`, 4, 8) for each value that differs; what one of them lacks is None."""
     for key in dict.fromkeys([*old, *new]):
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from changed(before, after, f"{table}{key}.")
+            yield from differences(before, after, f"{table}{key}.")
         elif before != after:
-            yield f"{table}{key} {before!r} → {after!r}"
+            yield f"{table}{key}", before, after
 
 
 class MetricsFile(TrainerCallback):

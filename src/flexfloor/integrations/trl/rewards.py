@@ -27,7 +27,45 @@ def name_of(reward: Any) -> str:
     return str(getattr(reward, "__name__", None) or type(reward).__name__)
 
 
-def watch(reward: Callable[..., Any], seconds: Callable[[float], None], error_file: Path) -> Callable[..., Any]:
+class FirstBatch:
+    """Raises RewardError when no response of the first batch got a reward from any function.
+
+    None, that a function does not count for a row, is right for some functions and rows. TRL takes it from all of them
+    for all rows, and then trains nothing.
+    """
+
+    def __init__(self, functions: int) -> None:
+        self._awaited = functions
+        self._silent: list[str] | None = []  # functions that gave no reward; None once one of them did
+
+    def see(self, name: str, rewards: Sequence[float | None], call: dict[str, Any]) -> None:
+        """Told what each function returned, in any order."""
+        if self._awaited == 0 or self._silent is None:
+            return
+        self._awaited -= 1
+        if any(reward is not None for reward in rewards):
+            self._silent = None
+            return
+        self._silent.append(name)
+        if self._awaited == 0:
+            plural = "s" if len(self._silent) > 1 else ""
+            raise RewardError(
+                f"reward function{plural} {', '.join(self._silent)}{_step(call)} returned None for every response "
+                f"(first row: {_row(call, 0)}), which leaves nothing to train on; return a number where one counts"
+            )
+
+
+def watch_all(
+    rewards: Sequence[Callable[..., Any]], seconds: Callable[[float], None], error_file: Path
+) -> list[Callable[..., Any]]:
+    """Each of them watched, and that not all of them stay silent. See `watch`."""
+    first = FirstBatch(len(rewards))
+    return [watch(reward, seconds, error_file, first) for reward in rewards]
+
+
+def watch(
+    reward: Callable[..., Any], seconds: Callable[[float], None], error_file: Path, first: FirstBatch
+) -> Callable[..., Any]:
     """The reward function with its name, which raises RewardError for all that is wrong with it.
 
     seconds: told how long each call took. error_file: gets the traceback of what the function raised.
@@ -35,7 +73,9 @@ def watch(reward: Callable[..., Any], seconds: Callable[[float], None], error_fi
     name = name_of(reward)
 
     def checked(returned: Any, call: dict[str, Any]) -> list[float | None]:
-        return _check(name, returned, call)
+        rewards = _check(name, returned, call)
+        first.see(name, rewards, call)
+        return rewards
 
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from flexfloor.errors import InputError
+from flexfloor.integrations.trl.origin import Origin
 from flexfloor.settings import EngineSettings, Settings, explain, read_toml, unknown_key
 
 
@@ -118,9 +119,9 @@ TABLES: dict[str, type[Settings]] = {"engine": EngineSettings, "task": TaskSetti
 def read_settings(config: Path, changes: Sequence[str] = ()) -> TrainSettings:
     """The settings of a config file. changes: `key=value` or `table.key=value` that win over it, values as in TOML.
 
-    Raises InputError naming file and key.
+    Raises InputError naming file and key, or the change.
     """
-    values = read_toml(config)
+    origin, values = Origin.of(config, changes), read_toml(config)
     for change in changes:
         _change(values, change)
     tables: dict[str, type[Settings]] = {"": TrainSettings, **TABLES}
@@ -129,16 +130,19 @@ def read_settings(config: Path, changes: Sequence[str] = ()) -> TrainSettings:
         if isinstance(given, Mapping):
             for key in given:
                 if key not in model.model_fields:
-                    raise InputError(f"{config}: {unknown_key(key, model.model_fields, table)}")
+                    where = origin.changed(f"{table}.{key}" if table else key) or config
+                    raise InputError(f"{where}: {unknown_key(key, model.model_fields, table)}")
     try:
         return TrainSettings(**values)
     except ValidationError as error:
         field, message = explain(error)
-        # A check of a whole table shows all of it; the table's name is enough.
-        if error.errors()[0]["type"] == "value_error":
-            message = message.partition(", got ")[0]
         name = ".".join(field[: 2 if field[0] in TABLES else 1])  # deeper are the alternatives of a type
-        raise InputError(f"{config}: {name}: {message}".replace(": is missing", " is missing; add it")) from None
+        where = origin.at(name)
+        if error.errors()[0]["type"] == "value_error" and field == ("task",):
+            # A check of the whole table shows all of it; what it names is enough.
+            message = message.partition(", got ")[0]
+            where = origin.named_in(message, "task", TaskSettings.model_fields)
+        raise InputError(f"{where}: {message}".replace(": is missing", " is missing; add it")) from None
 
 
 def _change(values: dict[str, Any], change: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from flexfloor.errors import InputError
 from flexfloor.integrations.trl.named import is_named, load_named, told
+from flexfloor.integrations.trl.origin import Origin
 from flexfloor.integrations.trl.settings import TaskSettings
 from flexfloor.prompts import read_rows, to_prompt
 
@@ -32,33 +33,39 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """Rows have a `prompt` and all the same columns. eval: empty without held-out prompts. source: what made them."""
+    """Rows have a `prompt` and all the same columns. eval: empty without held-out prompts. source: what made them.
+    longest_prompt: tokens."""
 
     train: Rows
     eval: Rows
     rewards: list[Callable[..., Any]]
     source: str
+    longest_prompt: int
 
 
-def load_task(task: TaskSettings, config: Path, tokenizer: Any, *, vocab_size: int, max_context: int) -> Task:
+def load_task(task: TaskSettings, origin: Origin, tokenizer: Any, *, vocab_size: int, max_context: int) -> Task:
     """Read or make the rows and check every prompt against the model. max_context: tokens.
 
     Call it where modules beside the config file can be imported. Raises InputError naming file, row or field.
     """
-    rewards = [_reward(f"{config}: task.reward", name) for name in task.reward]
+    rewards = [_reward(origin.at("task.reward"), name) for name in task.reward]
     if task.reasoning_gym is not None:
-        train, held_out, score = _reasoning_gym(task, config)
+        train, held_out, score = _reasoning_gym(task, origin)
         rewards.insert(0, score)
         source = f"reasoning-gym task {task.reasoning_gym}"
     else:
         assert task.train is not None
-        train = _rows(f"{config}: task.train", task.train, task.arguments)
-        held_out = [] if task.eval is None else _rows(f"{config}: task.eval", task.eval, task.eval_arguments)
+        train = _rows(origin, "train", task.train, "arguments", task.arguments)
+        held_out = []
+        if task.eval is not None:
+            held_out = _rows(origin, "eval", task.eval, "eval_arguments", task.eval_arguments)
         source = task.train
+    longest = 0
     for where, row in (*train, *held_out):
         # The row as a prompt file's: same checks, same words. Other columns belong to the reward functions.
-        to_prompt(where, {"prompt": row.get("prompt")}, tokenizer, vocab_size, max_context)
-    return Task(_columns(train), _columns(held_out), rewards, source)
+        prompt = to_prompt(where, {"prompt": row.get("prompt")}, tokenizer, vocab_size, max_context)
+        longest = max(longest, len(prompt.tokens))
+    return Task(_columns(train), _columns(held_out), rewards, source, longest)
 
 
 def _reward(where: str, name: str) -> Callable[..., Any]:
@@ -70,8 +77,11 @@ def _reward(where: str, name: str) -> Callable[..., Any]:
     return reward
 
 
-def _rows(where: str, source: str, arguments: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(where it stands, row) of every row of a file or a function."""
+def _rows(
+    origin: Origin, field: str, source: str, of_arguments: str, arguments: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """(where it stands, row) of every row of a file or a function. field, of_arguments: names of the two settings."""
+    where, called = origin.at(f"task.{field}"), origin.at(f"task.{field}", f"task.{of_arguments}")
     rows: Iterable[tuple[str, Any]]
     if is_named(source):
         function = load_named(where, source)
@@ -83,11 +93,15 @@ def _rows(where: str, source: str, arguments: Mapping[str, Any]) -> list[tuple[s
             made = function(**arguments)
             rows = [(f"{source}: row {number}", row) for number, row in enumerate(made, 1)]
         except Exception as error:  # whatever the user's function raises
-            raise InputError(f"{where}: {source} fails ({told(error)})") from error
+            raise InputError(f"{called}: {source} fails ({told(error)})") from error
     elif arguments:
+        where = origin.at(f"task.{of_arguments}")
         raise InputError(f"{where}: {source} is a file, which takes no arguments; leave them out")
     else:
-        rows = read_rows(Path(source), fields=None)
+        try:
+            rows = list(read_rows(Path(source), fields=None))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
     found = []
     for at, row in rows:
         if not isinstance(row, Mapping):
@@ -98,7 +112,7 @@ def _rows(where: str, source: str, arguments: Mapping[str, Any]) -> list[tuple[s
             raise InputError(f"{at} has a column {taken[0]!r}, a name that TRL gives something else; rename it")
         found.append((at, dict(row)))
     if not found:
-        raise InputError(f"{where}: {source} holds no prompts; give at least one row")
+        raise InputError(f"{called}: {source} holds no prompts; give at least one row")
     return found
 
 
@@ -140,20 +154,20 @@ def answer_in(text: str) -> str:
 
 
 def _reasoning_gym(
-    task: TaskSettings, config: Path
+    task: TaskSettings, origin: Origin
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, dict[str, Any]]], ReasoningGymScore]:
     try:
         from reasoning_gym import create_dataset
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise InputError(
-            f"{config}: task.reasoning_gym needs reasoning-gym; pip install 'flexfloor[reasoning-gym]'"
+            f"{origin.at('task.reasoning_gym')} needs reasoning-gym; pip install 'flexfloor[reasoning-gym]'"
         ) from None
     name = str(task.reasoning_gym)
     if name not in DATASETS:
         guess = get_close_matches(name, DATASETS, 1)
         remedy = f"did you mean {guess[0]!r}?" if guess else "see reasoning-gym's list of tasks"
-        raise InputError(f"{config}: task.reasoning_gym {name!r} is not known; {remedy}")
+        raise InputError(f"{origin.at('task.reasoning_gym')}: {name!r} is not known; {remedy}")
     try:
         # Held-out questions are the ones that the same seed would make next.
         made = create_dataset(name, size=task.size + _TRIES * task.eval_size, seed=task.seed, **task.config)
@@ -166,10 +180,11 @@ def _reasoning_gym(
             if made[index]["question"] not in known:
                 held_out.append(made[index])
     except Exception as error:  # a task's checks are assertions; what else it raises is its own
-        raise InputError(f"{config}: task.config: {name} does not take it ({told(error)})") from error
+        raise InputError(f"{origin.at('task.config')}: {name} does not take it ({told(error)})") from error
     if len(held_out) < task.eval_size:
+        where = origin.at("task.eval_size", "task.size", "task.config")
         raise InputError(
-            f"{config}: task.eval_size is {task.eval_size}, but {name} makes only {len(held_out)} questions that are "
+            f"{where}: task.eval_size is {task.eval_size}, but {name} makes only {len(held_out)} questions that are "
             "not trained on; lower eval_size or size, or make the task wider by task.config"
         )
     entries = [*train, *held_out]
