@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from flexfloor.ledger.accounting import MOST_OVERRUNS
 from flexfloor.report.live_state import LiveState
-from flexfloor.report.words import describe_resize, describe_summary, format_count, format_rate, format_seconds
+from flexfloor.report.words import (
+    describe_resize,
+    describe_summary,
+    format_count,
+    format_rate,
+    format_seconds,
+    line_gap,
+)
 from flexfloor.world.memory import format_bytes
 
 if TYPE_CHECKING:
@@ -102,13 +110,8 @@ class ProgressLines:
         self._state.take(record)
         if record["type"] == "resize":
             self._print(f"{self._name}{describe_resize(record)}")
-        elif record["type"] == "chunk" and self._clock() - self._last >= self._gap():
+        elif record["type"] == "chunk" and self._clock() - self._last >= line_gap(self._clock() - self._rollout_begun):
             self._progress(self._state)
-
-    def _gap(self) -> float:
-        """Seconds between two lines."""
-        age = self._clock() - self._rollout_begun
-        return 1.0 if age < 60 else 10.0 if age < 3600 else 60.0
 
     def _progress(self, state: LiveState) -> None:
         """Where the rollout is, with the rate since the last such line."""
@@ -166,16 +169,17 @@ def _turned(table: Table) -> Table:
     from rich.table import Table
 
     turned = Table(box=table.box, title=table.title, title_justify="left", title_style=table.title_style, padding=0)
-    # Heads are broken inside words, but for the one that has a hyphen of its own.
-    rows = [
-        [str(column.header).strip().replace("post-\n", "post-").replace("-\n", "").replace("\n", " "), *column.cells]
-        for column in table.columns
-    ]
+    rows = [[_unbroken(str(column.header)), *column.cells] for column in table.columns]
     for index, head in enumerate(rows[0]):
         turned.add_column(head, justify="right" if index else "left", no_wrap=True)
     for row in rows[1:]:
         turned.add_row(*row)
     return turned
+
+
+def _unbroken(head: str) -> str:
+    """On one line again; only post-finish and policies have a hyphen of their own where heads are broken."""
+    return re.sub(r"(?<!post)(?<!static)-\n", "", head).strip().replace("-\n", "-").replace("\n", " ")
 
 
 def _totals(summary: Summary) -> Table:

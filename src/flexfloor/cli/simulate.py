@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexfloor.cli.display import format_count, print_table
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs, write_json
+from flexfloor.report.live_runs import show_runs
 from flexfloor.settings import SimulateSettings
 
 if TYPE_CHECKING:
@@ -61,14 +60,8 @@ def run_simulate(settings: SimulateSettings) -> int:
     ]
     for workers in dict.fromkeys(cell.workers for cell in cells):
         experiment.check_memory(workers)
-    with _progress(settings.quiet) as show:
-        task = show.add_task("simulating", total=len(cells) * count_runs(experiment)) if show else None
-        runs = run_all(
-            experiment,
-            cells,
-            jobs=settings.jobs,
-            on_runs=lambda count: show.advance(task, count) if show and task is not None else None,
-        )
+    with show_runs(len(cells) * count_runs(experiment), quiet=settings.quiet) as show:
+        runs = run_all(experiment, cells, jobs=settings.jobs, on_runs=show.done, on_begin=show.now)
     rows = make_rows(runs)
     if settings.out:
         versions = {name: version(name) for name in ("flexfloor", "numpy", "scipy", "numba")}
@@ -119,17 +112,6 @@ def make_experiment(settings: SimulateSettings) -> Experiment:
         prefill_tokens=settings.prefill_tokens,
         ledgers=settings.ledgers,
     )
-
-
-def _progress(quiet: bool) -> Any:
-    """A bar on stderr; the block gets None where there is none."""
-    if quiet:
-        return nullcontext()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
-    return Progress(*columns, TimeElapsedColumn(), console=Console(file=sys.stderr), transient=True)
 
 
 def make_table(rows: Sequence[Row], scenario: str, device: str) -> Table:

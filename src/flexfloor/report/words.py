@@ -68,3 +68,8 @@ def describe_summary(summary: Summary) -> str:
         f"{format_rate(summary.tokens_per_occupied_s_with_regrow)} tokens per occupied s, "
         f"post-finish share {summary.post_finish_share:.1%}"
     )
+
+
+def line_gap(age_s: float) -> float:
+    """Seconds between two progress lines of something that has run for `age_s`, so that a log does not fill."""
+    return 1.0 if age_s < 60 else 10.0 if age_s < 3600 else 60.0

@@ -83,6 +83,9 @@ class Cell:
     load: int
     seed: int
 
+    def __str__(self) -> str:
+        return f"{self.workers} workers, load {self.load}, seed {self.seed}"
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -129,15 +132,16 @@ def _asked(experiment: Experiment) -> Iterator[tuple[str, str | None, float | No
                 yield policy, knowledge, slowdown
 
 
-def run_cell(experiment: Experiment, cell: Cell) -> Iterator[Run]:
-    """All policies on one workload. Raises FlexFloorError naming the run."""
-    return _CellRunner(experiment, cell).runs()
+def run_cell(experiment: Experiment, cell: Cell, on_begin: Callable[[str], None] = lambda what: None) -> Iterator[Run]:
+    """All policies on one workload. on_begin: told what begins. Raises FlexFloorError naming the run."""
+    return _CellRunner(experiment, cell, on_begin).runs()
 
 
 @dataclass
 class _CellRunner:
     experiment: Experiment
     cell: Cell
+    on_begin: Callable[[str], None]
     _done: dict[tuple[str, str | None, float | None], Summary] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -203,10 +207,11 @@ class _CellRunner:
     def _summary(self, policy: str, knowledge: str | None, slowdown: float | None = None) -> Summary:
         key = (policy, knowledge, slowdown)
         if key not in self._done:
+            where = f"{self.cell}, {policy}"
+            self.on_begin(f"{where}{f' {knowledge}' if knowledge else ''}")
             try:
                 self._done[key] = self._simulate(policy, knowledge or "none", slowdown)
             except FlexFloorError as error:
-                where = f"{self.cell.workers} workers, load {self.cell.load}, seed {self.cell.seed}, {policy}"
                 kind = InputError if isinstance(error, InputError) else FlexFloorError
                 raise kind(f"{where}: {error}") from None
         return self._done[key]
@@ -250,26 +255,33 @@ def fixed_counts(workers: int) -> list[int]:
 
 
 def run_all(
-    experiment: Experiment, cells: Sequence[Cell], *, jobs: int = 1, on_runs: Callable[[int], None] | None = None
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    *,
+    jobs: int = 1,
+    on_runs: Callable[[int], None] = lambda count: None,
+    on_begin: Callable[[str], None] = lambda what: None,
 ) -> list[Run]:
-    """The runs of all cells, in the order of the cells. on_runs: told how many more are done.
+    """The runs of all cells, in the order of the cells. on_runs: told how many more are done; on_begin: what runs now.
 
     jobs: processes; with one, everything happens in this one. However the call ends, no process is left.
     """
-    tell = on_runs or (lambda count: None)
     if jobs == 1:
         runs = []
         for cell in cells:
-            for run in run_cell(experiment, cell):
+            for run in run_cell(experiment, cell, on_begin):
                 runs.append(run)
-                tell(1)
+                on_runs(1)
         return runs
     with _processes(min(jobs, len(cells))) as pool:
         futures = {pool.submit(_run_cell, experiment, cell): cell for cell in cells}
         done: dict[Cell, list[Run]] = {}
+        on_begin(str(cells[0]))
         for future in as_completed(futures):
             done[futures[future]] = future.result()
-            tell(len(done[futures[future]]))
+            on_runs(len(done[futures[future]]))
+            if left := [cell for cell in cells if cell not in done]:
+                on_begin(str(left[0]))  # they are begun in this order
     return [run for cell in cells for run in done[cell]]
 
 
