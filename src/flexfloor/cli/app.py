@@ -110,6 +110,23 @@ def train(
 
 
 @app.command()
+def report(
+    ledgers: Annotated[list[Path], typer.Argument(metavar="LEDGER...", help="of one rollout, or of some to compare")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the report, one .html file")] = Path(
+        "report.html"
+    ),
+) -> Command:
+    """Show in one HTML file where worker time went and what was decided; with several ledgers, compare them."""
+
+    def run() -> int:
+        from flexfloor.cli.report import run_report
+
+        return run_report(ledgers, out)
+
+    return run
+
+
+@app.command()
 def trace(
     ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="of one rollout", show_default=False)],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the trace; gzipped if the name ends in .gz")],

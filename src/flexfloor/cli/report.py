@@ -1,0 +1,19 @@
+"""`flexfloor report`: one HTML file from ledgers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexfloor.outputs import check_outputs
+from flexfloor.world.memory import format_bytes
+
+
+def run_report(ledgers: Sequence[Path], out: Path) -> int:
+    """Returns the exit code. Raises InputError for a file that is no ledger; nothing is written then."""
+    check_outputs({"--out": out}, {f"ledger {path}": path for path in ledgers})
+    from flexfloor.report.html import write_report
+
+    write_report(out, ledgers)
+    print(f"  report  {out} ({format_bytes(out.stat().st_size)})")
+    return 0
