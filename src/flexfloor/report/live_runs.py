@@ -10,7 +10,6 @@ from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
 from flexfloor.report.live import can_draw
 from flexfloor.report.words import format_count, line_gap
@@ -31,32 +30,32 @@ def show_runs(total: int, *, quiet: bool, stream: TextIO | None = None) -> Itera
     if quiet or not can_draw(stream):
         yield _Lines(total, None if quiet else stream)
         return
-    columns = (
-        BarColumn(bar_width=20),
+    console = Console(file=stream)
+    bar = Progress(
+        BarColumn(bar_width=10 if console.width < 80 else 20),
         MofNCompleteColumn(),
         TextColumn("runs"),
         TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-    )
-    with Progress(
-        *columns,
-        console=Console(file=stream),
+        TextColumn("{task.description}", markup=False),
+        console=console,
         transient=True,
         refresh_per_second=4,
         redirect_stdout=sys.stdout.isatty(),
-    ) as bar:
-        yield _OnBar(bar, bar.add_task("", total=total))
+    )
+    with bar:
+        # What is left beside the other columns: one that wraps would squeeze them.
+        yield _OnBar(bar, bar.add_task("", total=total), room=console.width - (50 if console.width >= 80 else 40))
 
 
 class _OnBar:
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar, self._task = bar, task
+    def __init__(self, bar: Progress, task: TaskID, room: int) -> None:
+        self._bar, self._task, self._room = bar, task, room
 
     def done(self, count: int) -> None:
         self._bar.advance(self._task, count)
 
     def now(self, what: str) -> None:
-        self._bar.update(self._task, description=what)
+        self._bar.update(self._task, description=what[: self._room])
 
 
 class _Lines:
