@@ -34,7 +34,7 @@ TRACE = "trace.json.gz"
 
 
 def run_compare(settings: CompareSettings) -> int:
-    """One rollout for each policy; writes their summaries, ledgers and the comparison. Returns the exit code.
+    """One rollout for each policy; writes their summaries and ledgers, comparison and report. Returns the exit code.
 
     Raises InputError before any process is started, FlexFloorError when responses differ that must not.
     """
@@ -44,6 +44,7 @@ def run_compare(settings: CompareSettings) -> int:
     files = ["summary.json", "ledger.jsonl", *([TRACE] if settings.traces else [])]
     for name, folder in folders.items():
         outputs |= {f"--out-dir ({name}, {file})": folder / file for file in files}
+    outputs["--out-dir (report)"] = settings.out_dir / "report.html"
     check_outputs(outputs | history_file(settings), input_files(settings))
     baseline = choose_baseline(names)
     summaries: dict[str, Summary] = {}
@@ -52,9 +53,11 @@ def run_compare(settings: CompareSettings) -> int:
         observed = check_policies(names, settings, show)
         work = read_work(settings, show)
         import flexfloor
+        from flexfloor.report.html import write_report
 
         with launch(settings, work, show) as fleet:
-            outputs["--out-dir"].unlink(missing_ok=True)  # of an earlier run
+            for file in ("--out-dir", "--out-dir (report)"):  # of an earlier run
+                outputs[file].unlink(missing_ok=True)
             for name, folder in folders.items():
                 show.begin_rollout(name)
                 result = flexfloor.rollout(
@@ -79,6 +82,8 @@ def run_compare(settings: CompareSettings) -> int:
     print_table(_table(rows, baseline))
     print(f"  * tokens and throughput as ratios to {baseline}; bringing workers back (regrow) counts as occupied")
     print(f"  comparison  {outputs['--out-dir']}")
+    write_report(outputs["--out-dir (report)"], [folder / "ledger.jsonl" for folder in folders.values()])
+    print(f"  report      {outputs['--out-dir (report)']}")
     differing = [row.policy for row in rows if not row.equal]
     if differing and summaries[baseline].numerics == "bitwise":
         raise FlexFloorError(f"numerics is bitwise, but responses differ from {baseline}: {', '.join(differing)}")
