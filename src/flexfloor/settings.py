@@ -195,7 +195,8 @@ class RunSettings(Settings):
         min_length=1,
         description="every response gets exactly its length of this file, or the max_tokens of its row in the prompts",
     )
-    quiet: bool = Field(False, description="no progress lines")
+    tensorboard: Path | None = Field(None, description="folder for TensorBoard's scalars, a run for each policy")
+    quiet: bool = Field(False, description="no live view and no progress lines")
     sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()
 

@@ -22,6 +22,7 @@ from flexfloor.ledger.accounting import Summary
 from flexfloor.ledger.comparison import ComparisonRow, choose_baseline, compare_summaries
 from flexfloor.ledger.events import LedgerWriter
 from flexfloor.outputs import check_outputs, write_json
+from flexfloor.report.tensorboard import check_tensorboard, write_scalars
 from flexfloor.settings import CompareSettings
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ def run_compare(settings: CompareSettings) -> int:
         outputs |= {f"--out-dir ({name}, {file})": folder / file for file in files}
     outputs["--out-dir (report)"] = settings.out_dir / "report.html"
     check_outputs(outputs | history_file(settings), input_files(settings))
+    check_tensorboard(settings.tensorboard)
     baseline = choose_baseline(names)
     summaries: dict[str, Summary] = {}
+    ledgers: dict[str, LedgerWriter] = {}
     responses: list[Response] = []
     with make_display(settings.quiet) as show:
         observed = check_policies(names, settings, show)
@@ -60,11 +63,12 @@ def run_compare(settings: CompareSettings) -> int:
                 outputs[file].unlink(missing_ok=True)
             for name, folder in folders.items():
                 show.begin_rollout(name)
+                ledgers[name] = LedgerWriter(folder / "ledger.jsonl", on_record=show.record)
                 result = flexfloor.rollout(
                     fleet,
                     work.requests,
                     policy=name,
-                    ledger=LedgerWriter(folder / "ledger.jsonl", on_record=show.record),
+                    ledger=ledgers[name],
                     **rollout_arguments(settings, observed),
                 )
                 summaries[name] = result.summary
@@ -88,6 +92,9 @@ def run_compare(settings: CompareSettings) -> int:
     if differing and summaries[baseline].numerics == "bitwise":
         raise FlexFloorError(f"numerics is bitwise, but responses differ from {baseline}: {', '.join(differing)}")
     add_to_history(settings, work, responses)  # once: the policies answered the same requests
+    if settings.tensorboard is not None:
+        for ledger in ledgers.values():
+            write_scalars(settings.tensorboard, ledger.records)
     for folder in folders.values() if settings.traces else ():
         trace_ledger(folder / "ledger.jsonl", folder / TRACE)
     return 0

@@ -40,6 +40,7 @@ _METAVARS = {
     "model": "DIR",
     "out_dir": "DIR",
     "ledgers": "DIR",
+    "tensorboard": "DIR",
     "order": "arrival|shuffle:SEED",
     "force_lengths": "FILE|prompts",
     "policies": "P,P,…",

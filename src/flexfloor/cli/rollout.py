@@ -14,6 +14,7 @@ from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.ledger.events import LedgerWriter
 from flexfloor.outputs import check_outputs, decode_responses, write_json, write_responses
 from flexfloor.policy import make_policy
+from flexfloor.report.tensorboard import check_tensorboard, write_scalars
 from flexfloor.settings import RolloutSettings, RunSettings
 from flexfloor.world.lengths.base import check_oracle
 from flexfloor.world.lengths.knowledge import make_lengths
@@ -33,7 +34,9 @@ def run_rollout(settings: RolloutSettings) -> int:
     """
     files = output_files(settings)
     check_outputs({f"--{name}": path for name, path in files.items()} | history_file(settings), input_files(settings))
+    check_tensorboard(settings.tensorboard)
     with make_display(settings.quiet) as show:
+        ledger = LedgerWriter(files["ledger"], on_record=show.record)
         observed = check_policies([settings.policy], settings, show)
         work = read_work(settings, show)
         import flexfloor
@@ -45,7 +48,7 @@ def run_rollout(settings: RolloutSettings) -> int:
                 fleet,
                 work.requests,
                 policy=settings.policy,
-                ledger=LedgerWriter(files["ledger"], on_record=show.record),
+                ledger=ledger,
                 **rollout_arguments(settings, observed),
             )
     decode_responses(result.responses, work.tokenizer, work.requests)
@@ -55,6 +58,8 @@ def run_rollout(settings: RolloutSettings) -> int:
     warn_of_overruns(result.summary)
     print_summary(result.summary, {"responses": files["out"], "summary": files["summary"], "ledger": files["ledger"]})
     add_to_history(settings, work, result.responses)
+    if settings.tensorboard is not None:
+        write_scalars(settings.tensorboard, ledger.records)
     if settings.trace is not None:
         trace_ledger(files["ledger"], settings.trace)
     return 0
