@@ -35,7 +35,7 @@ def chunk(t0: float, t1: float, first: int, tokens: int, **workers: tuple[list[f
         {"worker": int(name[1:]), "tokens": 0, "seconds": s, "batch": b, "prefill_tokens": p, "kv_pages": sum(b)}
         for name, (s, b, p) in workers.items()
     ]
-    count = len(entries[0]["seconds"])
+    count = max(len(seconds) for seconds, _, _ in workers.values())
     usual = {"type": "chunk", "finished": [], "preemptions": [], "first_iteration": first, "iterations": count}
     return usual | {"t0": t0, "t1": t1, "tokens": tokens, "workers": entries}
 

@@ -27,10 +27,13 @@ class MemoryLine:
     budget: float | None
 
     def bins(self, edges: np.ndarray) -> MemoryLine:
-        """With one sample a bin, taken at its beginning, but for `kv`: the most that any sample in it has."""
-        last = np.clip(np.searchsorted(self.t, edges[:-1], side="right") - 1, 0, len(self.t) - 1)
-        kv = np.maximum.reduceat(self.kv, last, axis=1)  # a bin without a sample of its own has the one before it
-        return MemoryLine(edges[:-1], self.experts[:, last], kv, self.arena[:, last], self.budget)
+        """With one sample a bin, as at its beginning, but for `kv`: the most in the bin. edges: float64 [bins + 1]."""
+        first = np.clip(np.searchsorted(self.t, edges[:-1], side="right") - 1, 0, None)
+        behind = np.maximum(np.searchsorted(self.t, edges[1:], side="left"), first + 1)
+        # Every other range is between two bins; one column more, because the last range may end behind all samples.
+        padded = np.concatenate([self.kv, np.zeros((len(self.kv), 1))], axis=1)
+        kv = np.maximum.reduceat(padded, np.stack([first, behind], axis=1).ravel(), axis=1)[:, ::2]
+        return MemoryLine(edges[:-1], self.experts[:, first], kv, self.arena[:, first], self.budget)
 
 
 def make_memory_line(records: Sequence[Record], end_s: float) -> MemoryLine | None:
