@@ -108,6 +108,7 @@ def _run_parts(run: Run, page: _Page, longest_s: float) -> dict[str, Any]:
         "figures": key_figures(summary),
         "states": list(_states(run.line)),
         "gantt": page.add(gantt, f"Where worker time went: {run.name}"),
+        "crowd": list(_crowd_chart(run, page)),
         "over_time": list(_time_charts(run, page)),
         "lengths": list(_length_charts(run, page)),
         "scores": dict(_scores(run)),
@@ -127,6 +128,12 @@ def _states(line: Timeline) -> Iterator[dict[str, Any]]:
     for name, value in seconds.items():
         share = value / occupied if occupied > 0 and name != "released" else None
         yield {"name": name, "words": _STATE_WORDS.get(name, name), "worker_s": value, "share": share}
+
+
+def _crowd_chart(run: Run, page: _Page) -> Iterator[Chart]:
+    """Where a row of the Gantt chart stands for several workers."""
+    if run.summary.workers > html_charts.MOST_ROWS:
+        yield page.add(html_charts.states_over_time(run.line), "Workers by what they do")
 
 
 def _time_charts(run: Run, page: _Page) -> Iterator[Chart]:

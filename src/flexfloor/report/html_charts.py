@@ -15,8 +15,8 @@ from flexfloor.report.timeline import STATES, Timeline, group_workers, main_stat
 MOST_ROWS, MOST_BINS = 64, 1000
 _LINE_BINS = 400  # of line charts, which are narrower
 _ROW_PX, _LEAST_PX, _MOST_PX = 26, 90, 420  # heights of a row of the Gantt chart, and of all rows
+_MARKS_PX = 26  # above the rows
 _MOST_RULES = 60  # resizes that get a line through all rows
-_LEAST_FOR_MARKS = 8  # rows that the marks above are as high as one of
 
 STATE_COLOURS = {
     "prefill": VIOLET,
@@ -56,21 +56,37 @@ def gantt(line: Timeline, released_at: Sequence[float | None], resizes: Resizes,
         hovertemplate="%{text}<extra></extra>",
     )
     ticks = range(0, len(groups), -(-len(groups) // 16)) if single else ()
-    above = len(groups) / max(len(groups), _LEAST_FOR_MARKS)  # height of the marks, in rows
+    height = int(np.clip(_ROW_PX * len(groups), _LEAST_PX, _MOST_PX))
+    above = _MARKS_PX / height * len(groups)  # in rows
     return make_figure(
-        [heat, *_marks(resizes, len(groups), -0.5 - 0.9 * above)],
-        int(np.clip(_ROW_PX * len(groups), _LEAST_PX, _MOST_PX)) + 70,
+        [heat, *_marks(resizes, len(groups), -0.5 - above / 2)],
+        height + _MARKS_PX + 46,
         "seconds",
         "worker" if single else f"{line.workers} workers, {len(groups[0])} a row",
         xaxis={"range": [0, end_s], "zeroline": False},
         yaxis={
-            "range": [len(groups) - 0.5, -0.5 - 1.5 * above],
+            "range": [len(groups) - 0.5, -0.5 - above],
             "tickvals": list(ticks),
             "ticktext": [str(groups[i][0]) for i in ticks],
             "showgrid": False,
             "zeroline": False,
         },
         showlegend=False,
+    )
+
+
+def states_over_time(line: Timeline) -> go.Figure:
+    """How many workers are in which state, where the Gantt chart has no row for each."""
+    edges = line.bins(_LINE_BINS)
+    traces = []
+    for index, name in enumerate(STATES[:-1]):
+        count = line.mean((line.state == index).sum(axis=0).astype(float), edges)
+        traces.append(
+            steps(edges, count, name, STATE_COLOURS[name], stackgroup="all", hovertemplate="%{y:.4~g}",
+                  line={"width": 0}, fillcolor=STATE_COLOURS[name])
+        )  # fmt: skip
+    return make_figure(
+        traces, 260, "seconds", "workers", yaxis={"rangemode": "tozero"}, hovermode="x unified", showlegend=False
     )
 
 

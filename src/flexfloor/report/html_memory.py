@@ -90,6 +90,6 @@ def memory_share(memory: MemoryLine, released_at: Sequence[float | None], end_s:
         310,
         "seconds",
         "worker" if single else f"workers, {len(groups[0])} a row",
-        xaxis={"range": [0, end_s]},
+        xaxis={"range": [0, end_s], "showgrid": False},
         yaxis={"autorange": "reversed", "showgrid": False, "zeroline": False, "showticklabels": single},
     )

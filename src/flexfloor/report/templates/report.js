@@ -53,8 +53,8 @@
     delete trace.customdata;
   }
 
-  function draw(name) {
-    const place = document.getElementById(name), figure = figures[name];
+  function draw(place) {
+    const figure = figures[place.id];
     for (const trace of figure.data) describe(trace);
     Object.assign(figure.layout, { autosize: true, font: { family: getComputedStyle(document.body).fontFamily, size: 12 },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom" });
@@ -65,12 +65,14 @@
     return Plotly.newPlot(place, figure.data, figure.layout, { responsive: true, displayModeBar: false });
   }
 
+  // From the top down, so that the first ones are there soon; the page can be read and scrolled meanwhile.
   async function drawAll() {
-    for (const name of Object.keys(figures)) {
-      await draw(name);
-      await new Promise((next) => setTimeout(next));  // so that the page can be read meanwhile
+    const places = Array.from(document.querySelectorAll(".chart"));
+    for (const place of places) {
+      await draw(place);
+      await new Promise((next) => setTimeout(next));
     }
-    document.body.dataset.drawn = Object.keys(figures).length;
+    document.body.dataset.drawn = places.length;
   }
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
