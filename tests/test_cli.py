@@ -343,17 +343,3 @@ def test_a_reader_that_goes_away_is_no_error():
         text=True,
     )
     assert done.stderr == ""
-
-
-def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    for name in ("torch", "cpu", "bitwise", "memory", "gloo"):
-        assert f"  {name}" in out
-    assert out.splitlines()[-1] == "a rollout on the CPU can run"
-
-
-def test_doctor_fails_for_a_model_that_cannot_run(capsys: pytest.CaptureFixture[str], files: dict[str, Path]):
-    dense_model(files)
-    assert main(["doctor", "--model", str(files["--model"])]) == 1
-    assert "model_type 'llama' is not supported" in capsys.readouterr().out

@@ -26,6 +26,8 @@ app = typer.Typer(
 # Typer brings a copy of click's exceptions in some releases and uses click's own in others.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+_RESUME_HELP = "go on from the newest whole checkpoint in the output folder, or from the beginning where there is none"
+
 Command = Callable[[], int]
 """What a command returns to `main`: the work, to be done outside of the option parser, and its exit code."""
 
@@ -90,9 +92,7 @@ def simulate(config: Path | None, given: dict[str, Any]) -> Command:
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file: model, task, TRL's arguments, fleet")],
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the newest whole checkpoint in the output folder")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME_HELP)] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="in place of the file's, like trl.seed=3; may be repeated"),
@@ -144,14 +144,16 @@ def trace(
 @app.command()
 def doctor(
     model: Annotated[Path | None, typer.Option("--model", metavar="DIR", help="a checkpoint to look at too")] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="most workers to work out memory for")] = 4,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="workers that are to run, at most")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="without the rollout on a tiny model")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the findings as one JSON object")] = False,
 ) -> Command:
-    """Show what this machine can run. Exit code 0 if a rollout on the CPU can, 1 if a check failed."""
+    """Show what this machine can run, what is wrong and how to mend it. Exit code 1 if no rollout on the CPU can."""
 
     def run() -> int:
         from flexfloor.doctor import run_doctor
 
-        return run_doctor(model, workers)
+        return run_doctor(model, workers, as_json=as_json, quick=quick)
 
     return run
 
