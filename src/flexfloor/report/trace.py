@@ -249,7 +249,7 @@ def _counters(records: Sequence[Record], merging: Merging) -> Iterator[Event]:
         if isinstance(item, Group):
             if done >= 0 and microseconds(item.t0) > microseconds(done):
                 yield _counter(DRIVER, "throughput", "tokens/s", done, 0)
-            rate = item.tokens / (item.t1 - item.t0) if item.t1 > item.t0 else 0.0
+            rate = item.tokens / max(item.t1 - item.t0, 1e-6)
             yield _counter(DRIVER, "throughput", "tokens/s", item.t0, round(rate, 3))
             live, done = live - item.finished, item.t1
             yield _counter(DRIVER, "live", "requests", done, live)
