@@ -30,8 +30,11 @@ install = $(if $(2),$(call BUILD_WITH,$(2))) $(1)/bin/python -m pip install --qu
 FLOOR_TESTS := $(addprefix tests/,test_right.py test_bitwise.py test_recompute.py test_fleet.py test_bad_input.py \
   test_prompts.py test_resize.py test_weights.py)
 GYM_TESTS := tests/test_train_tasks.py
+BROWSER_TESTS := tests/test_report_browser.py
+CHROMIUM := chromium --headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update \
+  --disable-sync --no-first-run --disable-dev-shm-usage --hide-scrollbars
 
-.PHONY: help setup demo demo-real test test-reasoning-gym test-transformers-floor bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths lint clean
+.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -83,6 +86,20 @@ $(VENV)/.smollm2: $(VENV)/.installed
 
 test: setup  ## all tests
 	$(BIN)/pytest
+
+test-browser: setup has-chromium  ## the report in a real browser (Debian's chromium)
+	$(BIN)/pytest $(BROWSER_TESTS)
+
+.PHONY: has-chromium
+has-chromium:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { echo "chromium or chromedriver is missing; install the Debian packages chromium and chromium-driver" >&2; exit 1; }
+
+# What the demo has left is not made anew.
+report-picture: has-chromium  ## docs/report.png, the picture of the README, from the report of `make demo`
+	@test -f $(DEMO)/report.html || { echo "$(DEMO)/report.html is missing; run make demo first" >&2; exit 1; }
+	profile=$$(mktemp -d) && $(CHROMIUM) --user-data-dir=$$profile --virtual-time-budget=20000 --window-size=1160,1090 \
+	  --screenshot=$(CURDIR)/docs/report.png file://$(CURDIR)/$(DEMO)/report.html 2>/dev/null && rm -rf $$profile
 
 test-reasoning-gym: $(VENV)/.reasoning-gym  ## training on reasoning-gym's tasks (compiles some of its dependencies)
 	$(BIN)/pytest $(GYM_TESTS)

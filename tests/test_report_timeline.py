@@ -72,6 +72,7 @@ def test_intervals_by_hand():
     assert line.tokens_per_s == pytest.approx([4 / 3, 4 / 3, 4 / 3, 0, 0, 2.4, 2.4, 2.4])
     assert line.waiting.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert line.active().tolist() == [2, 2, 2, 2, 2, 1, 1, 1]
+    assert [part.tolist() for part in line.active_set()] == [[0, 4, 6.5], [2, 1]]
     assert line.seconds_by_state() == pytest.approx(
         {"prefill": 1, "decode": 4, "idle": 1, "stall": 1, "planning": 3.5, "released": 2.5}
     )

@@ -60,7 +60,7 @@ def gantt(line: Timeline, released_at: Sequence[float | None], resizes: Resizes,
     above = _MARKS_PX / height * len(groups)  # in rows
     return make_figure(
         [heat, *_marks(resizes, len(groups), -0.5 - above / 2)],
-        height + _MARKS_PX + 46,
+        height + _MARKS_PX + 44,
         "seconds",
         "worker" if single else f"{line.workers} workers, {len(groups[0])} a row",
         xaxis={"range": [0, end_s], "zeroline": False},
@@ -156,10 +156,9 @@ def _two_panels(upper: Sequence[Any], lower: Sequence[Any], units: tuple[str, st
 def activity(line: Timeline) -> go.Figure:
     """Active workers, and requests below."""
     edges = line.bins(_LINE_BINS)
-    active = line.mean(line.active().astype(float), edges)
     below = {"yaxis": "y2", "stackgroup": "all", "hovertemplate": "%{y:.0f}"}
     return _two_panels(
-        [steps(edges, active, "active workers", BLUE, hovertemplate="%{y:.0f}")],
+        [steps(*line.active_set(), "active workers", BLUE, hovertemplate="%{y}")],
         [
             steps(edges, line.mean(line.live.sum(axis=0), edges), "running requests", GREEN, **below),
             steps(edges, line.mean(line.waiting, edges), "waiting requests", GREY, **below),
@@ -184,11 +183,10 @@ def active_sets(lines: Mapping[str, Timeline]) -> go.Figure:
     """Active workers over time of several rollouts."""
     traces = []
     for index, (name, line) in enumerate(lines.items()):
-        edges = line.bins(_LINE_BINS)
-        active = line.mean(line.active().astype(float), edges)
+        edges, active = line.active_set()
         # Down to 0 at the end, so that it is seen who was through when.
-        held, ends = np.append(active, 0.0), np.append(edges, edges[-1])
-        traces.append(steps(ends, held, name, PALETTE[index % len(PALETTE)], hovertemplate="%{y:.0f}"))
+        held, ends = np.append(active, 0), np.append(edges, edges[-1])
+        traces.append(steps(ends, held, name, PALETTE[index % len(PALETTE)], hovertemplate="%{y}"))
     return make_figure(
         traces,
         240,

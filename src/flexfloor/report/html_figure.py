@@ -15,13 +15,13 @@ PALETTE = (GREY, AMBER, BLUE, GREEN, VIOLET, RED, "#b07a3e", "#4fb3bf")
 
 def make_figure(traces: Sequence[Any], height: int, x: str, y: str, **layout: Any) -> go.Figure:
     """height: pixels; x, y: titles of the axes. layout: plotly's; what it says of an axis is added to that."""
-    axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+    axes = {"xaxis": {"title": {"text": x, "standoff": 4}}, "yaxis": {"title": {"text": y}}}
     for name in axes:
         axes[name] |= layout.pop(name, {})
     usual: dict[str, Any] = {
         "template": None,
         "height": height,
-        "margin": {"l": 52, "r": 12, "t": 8, "b": 40},
+        "margin": {"l": 52, "r": 12, "t": 8, "b": 36},
         "showlegend": len(traces) > 1,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     }

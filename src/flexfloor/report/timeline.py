@@ -56,6 +56,12 @@ class Timeline:
         """Workers in the group or on their way out of it: int64 [n]."""
         return (self.state != RELEASED).sum(axis=0)
 
+    def active_set(self) -> tuple[np.ndarray, np.ndarray]:
+        """Its size between two changes: (edges float64 [m + 1], workers int64 [m])."""
+        active = self.active()
+        firsts = np.flatnonzero(np.diff(active, prepend=-1))
+        return np.append(self.edges[firsts], self.end_s), active[firsts]
+
     def integrate(self, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
         """∫ values dt over each bin. values: [..., n]; edges: float64 [bins + 1], inside 0 … end_s."""
         done = np.concatenate(
