@@ -8,12 +8,17 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from flexfloor.cli import main
-from flexfloor.errors import InputError
+from flexfloor.cli.app import app
+from flexfloor.errors import InputError, concerning
 from flexfloor.integrations.trl.arguments import OWNED, check_owned
 from flexfloor.integrations.trl.origin import Origin
 from flexfloor.integrations.trl.settings import OF_FILES, OF_REASONING_GYM, TaskSettings, TrainSettings, read_settings
@@ -73,6 +78,25 @@ def test_refusals_name_file_and_key(tmp_path: Path, case: str):
         read_settings(write(tmp_path, NEEDED + text))
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("workers=0", "--set workers=0: input should be greater than or equal to 1, got 0"),
+        ("engine.pace=0", "--set engine.pace=0: input should be greater than 0, got 0"),
+        ("polcy=static", "--set polcy=static: unknown key 'polcy'; did you mean 'policy'?"),
+        ("engine.pase=1", "--set engine.pase=1: unknown key 'pase' in [engine]; did you mean 'pace'?"),
+        ("task.size=3", "--set task.size=3: size does not go with train; leave it out"),
+        ("task=3", "--set task=3: input should be a valid dictionary"),
+        ("engine={pace=0}", "--set engine={pace=0}: input should be greater than 0, got 0"),
+    ],
+)
+def test_refusals_of_changes_name_the_change_and_not_the_file(tmp_path: Path, change: str, told: str):
+    with pytest.raises(InputError) as caught:
+        read_settings(write(tmp_path, NEEDED + TASK), ["trl.seed=3", change])
+    assert str(caught.value).startswith(told)
+    assert "config.toml" not in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["trl", "=3", "trl..seed=1", "workers.x=1"])
@@ -162,13 +186,40 @@ def owned() -> list[str]:
     return lines + [f"| {', '.join(names)} | {remedy} |" for remedy, names in remedies.items()]
 
 
-TABLES = {"settings": rows(TrainSettings), "task": rows(TaskSettings), "engine": rows(EngineSettings), "owned": owned()}
+def options() -> list[str]:
+    """The options of the command as `flexfloor train --help` tells them."""
+    lines = ["| option | meaning |", "|---|---|"]
+    group: Any = typer.main.get_command(app)
+    for parameter in group.commands["train"].params:
+        if parameter.param_type_name == "option":
+            shown = " ".join(filter(None, (parameter.opts[0], parameter.metavar)))
+            lines.append(f"| `{shown}` | {parameter.help} |")
+    return lines
+
+
+def at_resume() -> list[str]:
+    from flexfloor.integrations.trl.resume import RULES
+
+    lines = ["| settings | may be other | why |", "|---|---|---|"]
+    for rule in RULES:
+        lines.append(f"| {', '.join(f'`{name}`' for name in rule.settings)} | {rule.may} | {rule.why} |")
+    return [*lines, "| all others | yes | they count from the first step after the resume |"]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "options": options,
+    "settings": lambda: rows(TrainSettings),
+    "task": lambda: rows(TaskSettings),
+    "engine": lambda: rows(EngineSettings),
+    "owned": owned,
+    "resume": at_resume,
+}
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_the_document_has_every_field_as_it_is(table: str):
     """FLEXFLOOR_WRITE_DOCS=1 writes the tables anew."""
-    text, wanted = DOCUMENT.read_text(encoding="utf-8"), "\n".join(TABLES[table])
+    text, wanted = DOCUMENT.read_text(encoding="utf-8"), "\n".join(TABLES[table]())
     pattern = rf"(<!-- {table} -->\n)(?:\n(?:\|.*\n)+)?"
     if os.environ.get("FLEXFLOOR_WRITE_DOCS"):
         text = re.sub(pattern, lambda m: f"{m[1]}\n{wanted}\n", text)
@@ -236,3 +287,48 @@ def test_metrics_files_are_cut_at_the_step_that_a_run_goes_on_from(tmp_path: Pat
     assert (records[0]["loss"], len(told)) == (None, 6)
     assert epochs_of(records) == [Epoch(1, 2, 0.5, None, None), Epoch(2, 2, (0.1 + 0.3) / 2, 400 / 60, 300 / 100)]
     assert evaluations(records) == [(3, 0.2)]
+
+
+def test_an_origin_names_the_change_at_fault_or_the_file():
+    origin = Origin.of(Path("c.toml"), ["workers=9", "workers=1", "trl.seed = 3", "engine.pace=2"])
+    assert origin.at("policy") == "c.toml: policy"
+    assert origin.at("min_workers", "workers") == "--set workers=1"
+    assert origin.at("trl.seed") == "--set trl.seed = 3"
+    assert origin.at("engine") == "--set engine.pace=2"
+    assert origin.at("trl.seeds") == "c.toml: trl.seeds"
+    assert origin.named_in("seed must be even", "trl", ["seed", "beta"]) == "--set trl.seed = 3"
+    assert origin.named_in("beta must be even", "trl", ["seed", "beta"]) == "c.toml: trl"
+    assert origin.named_in("no", "trl", ["seed"]) == "c.toml: trl, --set trl.seed = 3"
+    assert origin.command(resume=True) == (
+        "flexfloor train c.toml --set workers=1 --set 'trl.seed = 3' --set engine.pace=2 --resume"
+    )
+
+
+def test_what_lower_layers_refuse_is_spelled_as_in_the_config():
+    origin = Origin.of(Path("c.toml"), ["workers=1"])
+    error = InputError("too small; give more workers or more `worker_memory`, or `other`", settings=("worker_memory",))
+    assert str(origin.place(error)) == (
+        "c.toml: engine.worker_memory: too small; give more workers or more engine.worker_memory, or `other`"
+    )
+    assert str(origin.place(InputError("broken"))) == "broken"
+    with pytest.raises(InputError) as caught, concerning("model", "workers"):
+        raise InputError("broken")
+    assert str(origin.place(caught.value)) == "--set workers=1: broken"
+
+
+def test_the_rules_of_a_resume_are_about_settings():
+    from trl import GRPOConfig
+
+    from flexfloor.integrations.trl.resume import RULES, rule_for
+
+    known = {*TrainSettings.model_fields, *(f"task.{name}" for name in TaskSettings.model_fields)}
+    known |= {f"engine.{name}" for name in EngineSettings.model_fields}
+    known |= {f"trl.{field.name}" for field in fields(GRPOConfig)}
+    named = [name.removesuffix(".dtype") if name.startswith("trl.") else name for r in RULES for name in r.settings]
+    assert set(named) <= known
+    assert len(set(named)) == len(named)
+    rule = rule_for("task.arguments.n")
+    assert rule is not None
+    assert rule.may == "no"
+    assert rule_for("trl.seeds") is None
+    assert rule_for("policy") is None

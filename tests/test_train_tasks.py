@@ -19,7 +19,7 @@ from pyarrow import parquet
 from flexfloor.errors import InputError
 from flexfloor.integrations.trl.named import importable, load_named
 from flexfloor.integrations.trl.origin import Origin
-from flexfloor.integrations.trl.rewards import FirstBatch, RewardError, watch
+from flexfloor.integrations.trl.rewards import FirstBatch, RewardError, watch, watch_all
 from flexfloor.integrations.trl.settings import TaskSettings
 from flexfloor.integrations.trl.tasks import Task, answer_in, load_task
 
@@ -318,3 +318,40 @@ def test_names_that_trl_shows(tmp_path: Path):
 
     assert watched(judge, tmp_path)[0].__name__ == "judge"
     assert watched(functools.partial(judge, x=1), tmp_path)[0].__name__ == "judge"
+
+
+NONE: list[float | None] = [None, None]
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ([{"judge": NONE}], "reward function judge in step 7 returned None for every response (first row: prompt 'a'"),
+        ([{"judge": NONE, "other": NONE}], "reward functions judge, other in step 7 returned None for every response"),
+        ([{"judge": NONE, "other": [None, 1.0]}, {"judge": NONE, "other": NONE}], None),
+        ([{"judge": [0.0, None]}, {"judge": NONE}], None),
+    ],
+)
+def test_a_first_batch_without_any_reward(tmp_path: Path, batches: list[dict[str, list]], told: str | None):
+    """One of several functions may stay silent, and all of them later on."""
+    returned: dict[str, list] = {}
+
+    def named(name: str) -> Callable[..., Any]:
+        def reward(**_: Any) -> list:
+            return returned[name]
+
+        reward.__name__ = name
+        return reward
+
+    functions = watch_all([named(name) for name in batches[0]], lambda seconds: None, tmp_path / "error.txt")
+    for batch in batches:
+        returned |= batch
+        *others, last = functions
+        for function in others:
+            function(**CALL)
+        if told is None:
+            last(**CALL)
+            continue
+        with pytest.raises(RewardError) as caught:
+            last(**CALL)
+        assert str(caught.value).startswith(told)

@@ -11,8 +11,8 @@ import os, random, signal
 from pathlib import Path
 import psutil
 
-def rows(n=4):
-    return [{"prompt": f"tell me {i}", "n": i} for i in range(n)]
+def rows(n=4, begin="tell me"):
+    return [{"prompt": f"{begin} {i}", "n": i} for i in range(n)]
 
 def reward(completions, trainer_state, n, **_):
     noise = random.random()
@@ -22,6 +22,8 @@ def reward(completions, trainer_state, n, **_):
             raise ValueError("out of ideas")
         if what == "nan":
             return [float("nan")] * len(n)
+        if what == "none":
+            return [None] * len(n)
         if what == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         if what == "kill":

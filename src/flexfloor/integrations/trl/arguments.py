@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,12 @@ def grpo_fields(settings: TrainSettings, origin: Origin, *, eval_prompts: int) -
             continue  # neutral, see check_owned
         if name not in known:
             where = origin.changed(f"trl.{name}") or origin.config
-            raise InputError(f"{where}: {unknown_key(name, known, 'trl')}")
+            remedy = (
+                unknown_key(name, known, "trl")
+                if get_close_matches(name, known, 1)
+                else (f"unknown key {name!r} in [trl]; it takes the fields of TRL's GRPOConfig")
+            )
+            raise InputError(f"{where}: {remedy}")
         given[name] = _check_type(origin, name, types[name], value)
     values: dict[str, Any] = {}
     for name, field in known.items():

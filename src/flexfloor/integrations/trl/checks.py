@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,14 +50,11 @@ def is_untrained(output: Path) -> bool:
     return not any(record["step"] for record in read_metrics(output / METRICS))
 
 
-def clear_start(output: Path, *, keep: Path | None) -> None:
-    """Take away what an earlier start has left, whose lengths and ledgers are not those of this run; the config stays.
-
-    keep: a file that the user has named.
-    """
-    for name in sorted(_OF_A_START - {CONFIG}):
-        file = output / name
-        if keep is not None and keep.resolve() == file.resolve():
+def clear_start(output: Path, *, keep: Iterable[Path]) -> None:
+    """Take away what an earlier start has left, whose lengths and ledgers are not those of this run, but for `keep`."""
+    kept = {file.resolve() for file in keep}
+    for file in (output / name for name in sorted(_OF_A_START)):
+        if file.resolve() in kept:
             continue
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file, ignore_errors=True)

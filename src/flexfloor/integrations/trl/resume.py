@@ -142,10 +142,15 @@ def check_resumed_settings(
         rule = rule_for(key)
         if rule is None or rule.may != "no" or key == "model" or (key.startswith("task.") and same_prompts):
             continue
+        keys = rule.settings if key == "engine.dtype" else (key,)
         raise InputError(
-            f"{origin.at(key)}: {key} is {after!r}, but the run in {checkpoint.parent} began with {before!r} "
-            f"({rule.why}); give it as it was, {remedy}"
+            f"{origin.at(*keys)}: {key} is {_shown(after)}, but {_shown(before)} in the run that {checkpoint.parent} "
+            f"holds ({rule.why}); give it as it was, {remedy}"
         )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else repr(value)
 
 
 def _differences(

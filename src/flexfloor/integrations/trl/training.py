@@ -169,7 +169,8 @@ def _train(
             )
         )
         if not begun:
-            clear_start(settings.output, keep=settings.history or None)
+            named = [settings.history] if settings.history else []
+            clear_start(settings.output, keep=[*named, settings.output / CONFIG] if resume else named)
             write_json(settings.output / BEGIN, begin)
         resolved |= {"trainer_threads": threads}
         if settings.deterministic is None:
