@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -332,3 +333,21 @@ def test_the_rules_of_a_resume_are_about_settings():
     assert rule.may == "no"
     assert rule_for("trl.seeds") is None
     assert rule_for("policy") is None
+
+
+BELOW_COMMANDS = ("fleets", "integrations", "ledger", "policy", "world", "fleet.py", "prompts.py", "settings.py")
+
+
+def test_layers_below_the_commands_name_no_options():
+    """What they say is read by users of a config file and of Python too; `name` in it is spelled as those give it."""
+    found = []
+    for part in BELOW_COMMANDS:
+        root = REPOSITORY / "src" / "flexfloor" / part
+        for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            documents = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+                    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", node.value))
+                    found += [f"{file.name}:{node.lineno}: {option}" for option in named - {"--resume", "--set"}]
+    assert not found

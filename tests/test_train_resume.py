@@ -15,6 +15,7 @@ from train_place import Place
 
 from flexfloor.cli import main
 from flexfloor.integrations.trl.checkpoints import newest_whole
+from flexfloor.integrations.trl.checks import clear_start
 
 
 @pytest.fixture(scope="module")
@@ -143,18 +144,34 @@ def test_rewards_of_none_end_the_first_step_and_block_no_other_start(
     assert "holds files already" in one_line(capsys)
 
 
-def test_files_of_others_are_not_taken_for_a_start_that_failed(place: Place, capsys: pytest.CaptureFixture[str]):
-    folder = place.folder / "others"
-    folder.mkdir()
-    (folder / "config.toml").write_text("")
-    (folder / "thesis.txt").write_text("x")
-    assert place.train("others", "--quiet") == 2
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.toml": "", "runs": "x"},  # somebody's own
+        {"config.toml": "", "begin.json": "{}", "thesis.txt": "x"},
+        {"config.toml": "", "begin.json": "{}", "metrics.jsonl": '{"step": 3, "reward": 0.5}\n'},  # checkpoint lost
+    ],
+)
+def test_what_is_not_a_start_that_failed_is_kept(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str]
+):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert place.train("kept", "--quiet", "--set", f"output={tmp_path}") == 2
     assert "holds files already" in one_line(capsys)
-    (folder / "thesis.txt").unlink()
-    (folder / "metrics.jsonl").write_text('{"step": 3, "reward": 0.5}\n')  # trained, its checkpoint lost
-    assert place.train("others", "--quiet") == 2
-    assert "holds files already" in one_line(capsys)
-    assert {p.name for p in folder.iterdir()} == {"config.toml", "metrics.jsonl"}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == files
+
+
+def test_only_a_folder_with_a_begin_is_cleared(tmp_path: Path):
+    for name in ("config.toml", "metrics.jsonl", "thesis.txt", "length_history.sqlite"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "ledgers").mkdir()
+    before = {p.name for p in tmp_path.iterdir()}
+    clear_start(tmp_path, keep=[])
+    assert {p.name for p in tmp_path.iterdir()} == before
+    (tmp_path / "begin.json").write_text("{}")
+    clear_start(tmp_path, keep=[tmp_path / "length_history.sqlite"])
+    assert {p.name for p in tmp_path.iterdir()} == {"thesis.txt", "length_history.sqlite"}
 
 
 def test_a_killed_worker_is_one_line_with_the_command_that_goes_on(

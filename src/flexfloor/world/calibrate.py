@@ -119,7 +119,7 @@ def _to_run(path: Path, records: Sequence[Mapping[str, Any]]) -> Run:
     if fleet["kind"] != "engine":
         raise InputError(f"{path}: the run was made by a {fleet['kind']} fleet; calibrate from runs on real workers")
     if fleet["pace"] is not None:
-        raise InputError(f"{path}: the run was paced to profile {fleet['profile']!r}; record one without --pace")
+        raise InputError(f"{path}: the run was paced to profile {fleet['profile']!r}; record one without `pace`")
     chunks = [r for r in records if r["type"] == "chunk" and r["iterations"] > 0]
     if not chunks:
         raise InputError(f"{path}: no iteration was recorded; give the ledger of a run that generated something")

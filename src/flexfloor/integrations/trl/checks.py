@@ -20,8 +20,8 @@ BEGIN = "begin.json"
 """Names in the output folder. BEGIN: what the run began with, see `resume`."""
 
 _HISTORY = tuple(f"length_history.sqlite{end}" for end in ("", "-wal", "-shm", "-journal"))
-_OF_A_START = {CONFIG, METRICS, ERROR, LEDGERS, BEGIN, "runs", "README.md", *_HISTORY}
-"""What a run may leave that ended before it had trained a step. runs: of TensorBoard."""
+_OF_A_START = {CONFIG, METRICS, ERROR, LEDGERS, BEGIN, "runs", *_HISTORY}
+"""What a run may leave that ended before it had trained a step, BEGIN always. runs: of TensorBoard."""
 
 
 def check_output(output: Path, origin: Origin, resume: bool) -> None:
@@ -45,13 +45,18 @@ def is_untrained(output: Path) -> bool:
     from flexfloor.integrations.trl.records import read_metrics
 
     names = {file.name for file in output.iterdir()} - {LOCK}
-    if names and not (CONFIG in names and names <= _OF_A_START):
+    if names and not (BEGIN in names and names <= _OF_A_START):
         return False
     return not any(record["step"] for record in read_metrics(output / METRICS))
 
 
 def clear_start(output: Path, *, keep: Iterable[Path]) -> None:
-    """Take away what an earlier start has left, whose lengths and ledgers are not those of this run, but for `keep`."""
+    """Take away what an earlier start has left, whose lengths and ledgers are not those of this run, but for `keep`.
+
+    Nothing in a folder that lacks BEGIN: files of these names may be somebody's own there.
+    """
+    if not (output / BEGIN).is_file():
+        return
     kept = {file.resolve() for file in keep}
     for file in (output / name for name in sorted(_OF_A_START)):
         if file.resolve() in kept:
