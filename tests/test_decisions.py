@@ -23,7 +23,9 @@ from flexfloor.ledger.events import (
     resize_record,
     submit_record,
 )
+from flexfloor.policy import make_policy
 from flexfloor.progress import Decision, ResizeOutcome
+from flexfloor.world.lengths.knowledge import make_lengths
 
 WORKERS, MOST = 6, 200
 QUICK = replace(with_pages(120, WORKERS), switch_s=1.0, move_bytes_per_s=1e4, pause_s=0.1)
@@ -98,6 +100,23 @@ def test_with_all_lengths_known_predictions_come_near() -> None:
     for resize in shrinks:
         for name in ("remaining_s", "remaining_occupied_s"):
             assert resize["actual"][name] == pytest.approx(resize["predicted"][name], rel=0.25), name
+
+
+@pytest.mark.parametrize("policy", ["planned", "flexfloor", "fixed:3"])
+def test_the_time_of_an_order_is_in_seconds_of_the_fleet(policy: str) -> None:
+    requests = make_requests(lengths(), prompt=9, most=MOST)
+    fleet = WatchedFleet(QUICK, WORKERS, lengths_of(requests, lengths()))
+    fleet.submit(requests)
+    told = []
+    for scale in (1.0, 16.0):
+        made = make_policy(
+            policy, lengths=make_lengths("none"), max_slowdown=0.1, min_workers=1, workers=WORKERS, profile=QUICK,
+            time_scale=scale,
+        )  # fmt: skip
+        made.admit(requests, fleet.status())
+        decisions = made.take_decisions()  # type: ignore[attr-defined]
+        told += [d.predicted["remaining_s"] for d in decisions if isinstance(d, Decision)]
+    assert told[1] == pytest.approx(16 * told[0])
 
 
 @pytest.mark.parametrize(("policy", "kinds"), [("static", []), ("planned", ["order"])])

@@ -71,8 +71,8 @@ class ReleasePolicy(PlannedPolicy):
 class FixedPolicy(PlannedPolicy):
     """Everything runs on the first `count` workers; the others leave before the first token."""
 
-    def __init__(self, lengths: Lengths, profile: DeviceProfile, count: int) -> None:
-        super().__init__(lengths, profile, f"fixed:{count}")
+    def __init__(self, lengths: Lengths, profile: DeviceProfile, count: int, time_scale: float = 1.0) -> None:
+        super().__init__(lengths, profile, f"fixed:{count}", time_scale)
         self._count = count
 
     def workers(self, status: FleetStatus) -> tuple[int, ...]:

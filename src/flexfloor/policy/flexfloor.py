@@ -101,10 +101,9 @@ class FlexFloorPolicy(PlannedPolicy):
         min_workers: int = 1,
         time_scale: float = 1.0,
     ) -> None:
-        super().__init__(lengths, profile, "flexfloor")
+        super().__init__(lengths, profile, "flexfloor", time_scale)
         self.max_slowdown, self._min_workers = max_slowdown, min_workers
         self._certain = isinstance(lengths, ForcedLengths)
-        self.scale = time_scale  # seconds of the fleet for one of the cost model
         self._settled, self._first = False, True
         self._still = -1  # requests that waited at the last look
         self._lead_of_all = 0.0

@@ -43,14 +43,14 @@ def make_policy(
         if count < min_workers:
             told = f"policy {name!r}: min_workers is {min_workers}; give one or the other"
             raise InputError(told, settings=("policy", "min_workers"))
-        return FixedPolicy(lengths, profile, count)
+        return FixedPolicy(lengths, profile, count, time_scale)
     match name:
         case "static" | "static-spread":
             return StaticPolicy(grouped=False)
         case "static-grouped":
             return StaticPolicy(grouped=True)
         case "planned":
-            return PlannedPolicy(lengths, profile)
+            return PlannedPolicy(lengths, profile, time_scale=time_scale)
         case "release":
             return ReleasePolicy(lengths, profile, min_workers)
         case "flexfloor":

@@ -50,8 +50,11 @@ class PlannedPolicy:
     when one worker's KV sets the pace and moving takes less than it gains.
     """
 
-    def __init__(self, lengths: Lengths, profile: DeviceProfile, name: str = "planned") -> None:
+    def __init__(
+        self, lengths: Lengths, profile: DeviceProfile, name: str = "planned", time_scale: float = 1.0
+    ) -> None:
         self.name = name
+        self.scale = time_scale  # seconds of the fleet for one of the cost model
         self.book = Book(lengths)
         self._profile = profile
         self._cost: IterationCost | None = None
@@ -189,7 +192,7 @@ class PlannedPolicy:
         for lead in LEADS:
             ordered = self.in_order(rows, lead)
             batches = [self.batch(live, ordered, d, status.page_tokens) for d in DRAWS]
-            seconds[lead] = float(np.mean([ahead.roll(batch, workers).seconds for batch in batches]))
+            seconds[lead] = self.scale * float(np.mean([ahead.roll(batch, workers).seconds for batch in batches]))
             if lead == 0 and all(ahead.takes_all(batch, workers) for batch in batches):
                 break
         self.lead = best_lead(seconds)
