@@ -182,7 +182,7 @@ def test_a_killed_worker_is_one_line_with_the_command_that_goes_on(
     assert place.train("killed", "--quiet") == 1
     line = one_line(capsys)
     told, _, command = line.partition("go on with: ")
-    assert told in [f"worker {w} was killed by SIGKILL in step 2; {run / 'checkpoint-1'} is kept, " for w in (0, 1)]
+    assert told in [f"worker {w} was killed by SIGKILL (step 2); {run / 'checkpoint-1'} is kept, " for w in (0, 1)]
     words = shlex.split(command)
     assert words == ["flexfloor", *place.arguments("killed"), "--resume"]
     monkeypatch.delenv("BREAK")

@@ -166,12 +166,6 @@ def test_a_full_disk_takes_one_checkpoint_only(
     assert newest_whole(run, pytest.fail) == (2, run / "checkpoint-2")
 
 
-def test_a_fleet_that_does_not_start(place: Place, capsys: pytest.CaptureFixture[str]):
-    assert place.train("unborn", "--set", "engine.worker_timeout=0.001") == 1
-    assert last_line(capsys).startswith("flexfloor: error: worker ")
-    assert not (place.folder / "unborn").exists()
-
-
 def test_epochs_have_trl_s_order_of_prompts():
     from trl.trainer.utils import RepeatSampler
 

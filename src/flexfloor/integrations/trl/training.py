@@ -76,8 +76,7 @@ def train(
         with folders, undone_if_empty(settings.output), locked(settings.output, origin):
             return _train(settings, origin, resume, tell, on_log, on_record)
     except WorkerFailedError as error:
-        told = f"{origin.spelled(error)}{to_go_on(settings.output, origin)}"
-        raise WorkerFailedError(error.worker, told.removeprefix(f"worker {error.worker} ")) from error
+        raise failed_worker(error, f"{origin.spelled(error)}{to_go_on(settings.output, origin)}") from error
     except RewardError:
         raise
     except InputError as error:
@@ -171,6 +170,7 @@ def _train(
         if not begun:
             named = [settings.history] if settings.history else []
             clear_start(settings.output, keep=[*named, settings.output / CONFIG] if resume else named)
+        if not (settings.output / BEGIN).exists():
             write_json(settings.output / BEGIN, begin)
         resolved |= {"trainer_threads": threads}
         if settings.deterministic is None:
@@ -196,8 +196,7 @@ def _train(
                 save_last_step(trainer, steps, tell)
             reached = trainer.state.global_step + 1
             if isinstance(error, WorkerFailedError):
-                told = f"{error} in step {reached}".removeprefix(f"worker {error.worker} ")
-                raise WorkerFailedError(error.worker, told) from error
+                raise failed_worker(error, f"{error} (step {reached})") from error
             if isinstance(error, FlexFloorError) or not isinstance(error, Exception):
                 raise
             raise failure(error, reached, settings.output / ERROR) from error
@@ -209,6 +208,11 @@ def _train(
         epochs=records.epochs_of(metrics.records),
         files={name: settings.output / name for name in (MODEL, METRICS, LEDGERS)},
     )
+
+
+def failed_worker(error: WorkerFailedError, line: str) -> WorkerFailedError:
+    """The same failure, told by another line, which begins like its own."""
+    return WorkerFailedError(error.worker, line.removeprefix(f"worker {error.worker} "))
 
 
 def to_go_on(output: Path, origin: Origin) -> str:
@@ -247,11 +251,11 @@ def locked(output: Path, origin: Origin) -> Iterator[None]:
         lock = FileLock(output / LOCK)
         lock.acquire(timeout=0)
     except Timeout:
-        told = f"output {output} is in use by another run; name another folder"
-        raise InputError(f"{origin.at('output')}: {told}") from None
+        where = origin.at("output")
+        raise InputError(f"{where}: output {output} is in use by another run; name another folder") from None
     except OSError as error:
-        told = f"output {output} cannot be made ({error.strerror}); name another folder"
-        raise InputError(f"{origin.at('output')}: {told}") from None
+        where = origin.at("output")
+        raise InputError(f"{where}: output {output} cannot be made ({error.strerror}); name another folder") from None
     try:
         yield
     finally:
