@@ -34,7 +34,7 @@ BROWSER_TESTS := tests/test_report_browser.py
 CHROMIUM := chromium --headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update \
   --disable-sync --no-first-run --disable-dev-shm-usage --hide-scrollbars
 
-.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths lint clean
+.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths bench-overhead lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -133,6 +133,9 @@ bench-simulator: setup  ## simulated against real and against emulated runs on t
 
 bench-lengths: setup $(COUNTING)/config.json  ## training: what learning response lengths is worth, and what wrong ones cost
 	$(BIN)/python benchmarks/bench_lengths.py
+
+bench-overhead: setup  ## what the ledger and the live view cost a rollout, with and without
+	$(BIN)/python benchmarks/bench_overhead.py
 
 bench-real: $(SMOLLM2)/config.json  ## real text: against stock transformers, rightness and speed (12 GB memory)
 	$(BIN)/python benchmarks/bench_real.py --model $(SMOLLM2)
