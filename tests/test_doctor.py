@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -187,6 +188,7 @@ def test_more_workers_than_cores() -> None:
         ("torch", "2.1.0+cpu", "FAIL", "pip install 'torch>=2.8'"),
         ("pyarrow", "3.0", "warn", "pip install 'flexfloor[parquet]'"),
         ("gguf", "0.1", "warn", "pip install 'flexfloor[smollm2]'"),
+        ("trl", "0.9", "warn", "pip install 'flexfloor[trl]'"),
     ],
 )
 def test_a_package_that_is_too_old(
@@ -204,6 +206,19 @@ def test_packages_to_run_beside_are_found_or_not(tmp_path: Path, monkeypatch: py
     assert any(f.level == "ok" and "vllm 0.99" in f.text for f in extras)
     assert not any(f.level == "note" and "vllm" in f.text for f in extras)
     assert not any("pytest" in f.text for f in extras), "development is no extra"
+
+
+def test_what_an_extra_needs_is_looked_at_where_the_extra_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: dict[str, str] = {"trl": "99", "accelerate": "99", "datasets": "1.0"}  # and no filelock
+    monkeypatch.setattr(software, "installed", there.get)
+    warned = {f.name: f for f in software.check_extras() if f.level == "warn"}
+    assert set(warned) == {"datasets", "filelock"}
+    assert warned["filelock"].text.startswith("missing (needs ")
+    assert {f.remedy for f in warned.values()} == {"pip install 'flexfloor[trl]'"}
+    del there["trl"]  # the others have come with something else
+    told = list(software.check_extras())
+    assert not [f for f in told if f.level == "warn"]
+    assert any(f.level == "note" and "trl" in f.text and "filelock" not in f.text for f in told)
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +339,7 @@ def test_a_model_is_looked_at_too(checkpoint: Callable[[str], Path], tmp_path: P
     assert run_doctor(checkpoint("tiny"), workers=2, quick=True) == 0
     out = capsys.readouterr().out
     assert "qwen3_moe, checkpoint complete" in " ".join(out.split())
-    assert "2 workers" in out
+    assert re.search(r"--worker-memory of so many: 1: \d+MiB, 2: \d+MiB at least", " ".join(out.split()))
     dense = tmp_path / "dense"
     dense.mkdir()
     (dense / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")

@@ -32,15 +32,14 @@ def check_model(model: Path, workers: int) -> Iterator[Finding]:
         f"dense {format_bytes(shape.dense_bytes)} on every worker, experts {format_bytes(shape.all_expert_bytes)} "
         f"shared out, KV {format_bytes(shape.kv_token_bytes)} a token",
     )
+    least, whole = [], []
     for count in range(1, min(workers, shape.experts) + 1):
         placement = place_contiguous(len(shape.moe_layers), shape.experts, count)
-        least = max(plan.least() for plan in plan_memory(info, placement, count, EngineSettings()))
-        whole = max(plan.least(shape.max_context) for plan in plan_memory(info, placement, count, EngineSettings()))
-        yield Finding(
-            "ok",
-            f"{count} worker{'s' * (count > 1)}",
-            f"--worker-memory {format_up(least)} at least, {format_up(whole)} for a request of the whole context",
-        )
+        plans = plan_memory(info, placement, count, EngineSettings())
+        least.append(f"{count}: {format_up(max(plan.least() for plan in plans))}")
+        whole.append(f"{count}: {format_up(max(plan.least(shape.max_context) for plan in plans))}")
+    text = f"of so many: {', '.join(least)} at least; {', '.join(whole)} for a request of the whole context"
+    yield Finding("ok", "workers", f"--worker-memory {text}")
     tokenizer = load_tokenizer(model)
     chat = "with" if getattr(tokenizer, "chat_template", None) else "without"
     if tokenizer is None:

@@ -62,23 +62,15 @@ def installed(name: str) -> str | None:
 
 def check_extras() -> Iterator[Finding]:
     """Packages that some commands use: those of our extras against their ranges, and those that it can run beside."""
-    from packaging.requirements import Requirement
-
-    try:
-        lines = requires("flexfloor") or []
-        extras = [e for e in metadata("flexfloor").get_all("Provides-Extra") or [] if e != _DEVELOPMENT]
-    except PackageNotFoundError:
-        lines, extras = [], []
     found: dict[str, str] = {}
     absent: list[str] = []
-    for extra in extras:
-        optional = [Requirement(line) for line in lines]
-        optional = [n for n in optional if n.marker is not None and n.marker.evaluate({"extra": extra})]
-        optional = [n for n in optional if not n.marker.evaluate({"extra": ""})]  # type: ignore[union-attr]
-        present = [need for need in optional if installed(need.name)]
-        found |= {need.name: installed(need.name) or "" for need in present}
-        absent += [need.name for need in optional if need not in present]
-        for finding in _unfit(present, "warn"):
+    for extra, optional in _extras().items():
+        # An extra named like a package is for that one; the others are there for its sake, or by chance.
+        wanted = [need for need in optional if need.name == extra] or optional
+        present = {need.name: release for need in wanted if (release := installed(need.name))}
+        found |= present
+        absent += [need.name for need in wanted if need.name not in present]
+        for finding in _unfit(optional if extra in present else [n for n in wanted if n.name in present], "warn"):
             yield Finding("warn", finding.name, finding.text, f"pip install 'flexfloor[{extra}]'")
     for name in _WITHOUT_RANGE:
         if release := installed(name):
@@ -89,6 +81,19 @@ def check_extras() -> Iterator[Finding]:
         yield Finding("ok", "extras", ", ".join(f"{name} {release}" for name, release in sorted(found.items())))
     if absent:
         yield Finding("note", "extras", f"not installed: {', '.join(sorted(set(absent)))}")
+
+
+def _extras() -> dict[str, list[Requirement]]:
+    """The packages of each extra of ours, as our metadata has them; none where we are not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(line) for line in requires("flexfloor") or []]
+        extras = [e for e in metadata("flexfloor").get_all("Provides-Extra") or [] if e != _DEVELOPMENT]
+    except PackageNotFoundError:
+        return {}
+    optional = [need for need in wanted if need.marker is not None and not need.marker.evaluate({"extra": ""})]
+    return {e: [n for n in optional if n.marker is not None and n.marker.evaluate({"extra": e})] for e in extras}
 
 
 def check_torch() -> Iterator[Finding]:
