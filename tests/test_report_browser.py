@@ -95,6 +95,8 @@ def pages(simulate: Simulate, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "crowd": [simulate("release", "history", 80)],
         "cut": [cut],
         "begun": [begun],
+        "five": [simulate("flexfloor")] * 5,
+        "nine": [simulate("flexfloor")] * 9,
     }
     made = {name: folder / f"{name}.html" for name in ledgers}
     for name, paths in ledgers.items():
@@ -109,7 +111,7 @@ def check(browser: Browser) -> None:
     document, body, window = browser.ask(SIDEWAYS)
     assert max(document, body) <= window, "the page scrolls sideways"
     charts = browser.ask(
-        """return [...document.querySelectorAll('.chart')].map(e => {
+        """return [...document.querySelectorAll('.chart')].filter(e => !e.closest('details:not([open])')).map(e => {
              const box = e.getBoundingClientRect(), svg = e.querySelector('svg.main-svg');
              return [e.id, svg ? svg.getBoundingClientRect().width : 0, box.width, box.height,
                      e.querySelectorAll('.trace, .hm, .bars, .scatterlayer path').length, e.scrollWidth];})"""
@@ -124,12 +126,25 @@ def check(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("name", ["one", "three", "crowd", "cut", "begun"])
+@pytest.mark.parametrize("name", ["one", "three", "five", "nine", "crowd", "cut", "begun"])
 def test_pages_open_without_errors_and_fit(browser: Browser, pages: dict[str, Path], name: str, width: int):
     browser.look(width, dark=width == 400)
     browser.open(pages[name])
     check(browser)
     assert bool(browser.driver.find_elements("css selector", ".chip.bad")) == (name in ("cut", "begun"))
+
+
+def test_what_is_folded_is_drawn_when_it_is_opened(browser: Browser, pages: dict[str, Path]):
+    browser.look(400, dark=False)
+    browser.open(pages["nine"])
+    before = browser.ask("return Number(document.body.dataset.drawn)")
+    browser.driver.find_elements("css selector", "tbody th a")[2].click()
+    until = time.monotonic() + 20
+    while browser.ask("return Number(document.body.dataset.drawn)") == before:
+        assert time.monotonic() < until, "nothing more is drawn"
+        time.sleep(0.05)
+    assert browser.ask("return [...document.querySelectorAll('.fold')].map(e => e.open)").index(True) == 2
+    check(browser)
 
 
 def test_numbers_are_those_of_the_summary(browser: Browser, pages: dict[str, Path], simulate: Simulate):  # noqa: F811

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from flexfloor.outputs import check_outputs
 from flexfloor.world.memory import format_bytes
+
+_LARGE = 50 * 2**20  # bytes of a ledger that takes some seconds
 
 
 def run_report(ledgers: Sequence[Path], out: Path) -> int:
@@ -14,6 +17,9 @@ def run_report(ledgers: Sequence[Path], out: Path) -> int:
     check_outputs({"--out": out}, {f"ledger {path}": path for path in ledgers})
     from flexfloor.report.html import write_report
 
+    for path in ledgers:
+        if path.is_file() and (size := path.stat().st_size) >= _LARGE:
+            print(f"reading {path} ({format_bytes(size)})", file=sys.stderr, flush=True)
     write_report(out, ledgers)
     print(f"  report  {out} ({format_bytes(out.stat().st_size)})")
     return 0

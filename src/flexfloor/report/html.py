@@ -24,6 +24,7 @@ from flexfloor.world.memory import format_bytes
 _MOST_PLOTS = 8  # workers that get a chart of their memory each
 _MOST_LISTED = 64  # workers in the table
 _MOST_TOLD = 400  # decisions in the log
+_MOST_UNFOLDED, _MOST_LANES = 4, 8  # rollouts that are shown whole, and whose Gantt charts stand below each other
 
 _STATE_WORDS = {"idle": "idle but occupied", "stall": "stall (resize)", "planning": "planning (driver)"}
 
@@ -87,6 +88,8 @@ def _comparison(runs: Sequence[Run], page: _Page) -> dict[str, Any]:
         "origin": origins.pop() if len(origins) == 1 else None,
         "hashed": summaries[baseline].responses_sha256 is not None,
         "same_work": len(work) == 1,
+        "folded": len(runs) > _MOST_UNFOLDED,
+        "lanes": len(runs) <= _MOST_LANES,
         "chart": page.add(html_charts.active_sets({run.name: run.line for run in runs}), "Active set over time"),
     }
 

@@ -67,12 +67,13 @@
 
   // From the top down, so that the first ones are there soon; the page can be read and scrolled meanwhile.
   async function drawAll() {
-    const places = Array.from(document.querySelectorAll(".chart"));
+    const places = Array.from(document.querySelectorAll(".chart"))
+      .filter((place) => !place.layout && !place.closest("details:not([open])"));
     for (const place of places) {
       await draw(place);
       await new Promise((next) => setTimeout(next));
     }
-    document.body.dataset.drawn = places.length;
+    document.body.dataset.drawn = Number(document.body.dataset.drawn || 0) + places.length;
   }
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -83,6 +84,13 @@
       for (const path of Object.keys(look)) if (path.startsWith("yaxis2") && !place.layout.yaxis2) delete look[path];
       Plotly.relayout(place, look);
     }
+  });
+  // What is folded has no width to draw to.
+  for (const fold of document.querySelectorAll("details.fold")) fold.addEventListener("toggle", drawAll);
+  // A link to something folded opens it.
+  addEventListener("hashchange", () => {
+    const fold = document.getElementById(location.hash.slice(1))?.querySelector("details.fold");
+    if (fold) fold.open = true;
   });
   drawAll();
 })();
