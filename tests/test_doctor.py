@@ -339,7 +339,7 @@ def test_a_model_is_looked_at_too(checkpoint: Callable[[str], Path], tmp_path: P
     assert run_doctor(checkpoint("tiny"), workers=2, quick=True) == 0
     out = capsys.readouterr().out
     assert "qwen3_moe, checkpoint complete" in " ".join(out.split())
-    assert re.search(r"--worker-memory of so many: 1: \d+MiB, 2: \d+MiB at least", " ".join(out.split()))
+    assert re.search(r"--worker-memory of 1 … 2 workers at least \d+MiB, \d+MiB; for a", " ".join(out.split()))
     dense = tmp_path / "dense"
     dense.mkdir()
     (dense / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")

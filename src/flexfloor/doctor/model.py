@@ -36,10 +36,11 @@ def check_model(model: Path, workers: int) -> Iterator[Finding]:
     for count in range(1, min(workers, shape.experts) + 1):
         placement = place_contiguous(len(shape.moe_layers), shape.experts, count)
         plans = plan_memory(info, placement, count, EngineSettings())
-        least.append(f"{count}: {format_up(max(plan.least() for plan in plans))}")
-        whole.append(f"{count}: {format_up(max(plan.least(shape.max_context) for plan in plans))}")
-    text = f"of so many: {', '.join(least)} at least; {', '.join(whole)} for a request of the whole context"
-    yield Finding("ok", "workers", f"--worker-memory {text}")
+        least.append(format_up(max(plan.least() for plan in plans)))
+        whole.append(format_up(max(plan.least(shape.max_context) for plan in plans)))
+    of = "1 worker" if len(least) == 1 else f"1 … {len(least)} workers"
+    text = f"at least {', '.join(least)}; for a request of the whole context {', '.join(whole)}"
+    yield Finding("ok", "memory each", f"--worker-memory of {of} {text}")
     tokenizer = load_tokenizer(model)
     chat = "with" if getattr(tokenizer, "chat_template", None) else "without"
     if tokenizer is None:
