@@ -273,6 +273,19 @@ def test_lines_tell_every_resize_and_progress_once_a_second_at_first():
         times = [float(line.split("s ")[0]) for line in lines[1:]]
         progress = [float(line.split("s ")[0]) for line in lines if "iteration" in line]
         assert len(progress) > 3
-        before = [max([t for t in times if t < at], default=0.0) for at in progress[1:]]
+        before = [max(t for t in times if t < at) for at in progress[1:]]
         assert all(gap <= at - last <= gap + 2 * between for at, last in zip(progress[1:], before, strict=True))
     assert [line_gap(age) for age in (0, 59, 61, 3601)] == [1, 1, 10, 60]
+
+
+def test_lines_of_training_leave_resizes_out():
+    now, stream = [0.0], io.StringIO()
+    show = ProgressLines(stream=stream, clock=lambda: now[0])
+    show.status("step 1")
+    for seconds in (0.0, 0.5):  # a short rollout and one of a minute
+        for record in simulate([3, 9, 40, 220], workers=3, chunk=2):
+            now[0] += seconds
+            show.record(record)
+        lines = stream.getvalue().splitlines()
+        assert len(lines) == (0 if seconds == 0 else (now[0] - 0.5) // 10.5)
+        assert all("iteration" in line for line in lines)

@@ -62,7 +62,8 @@ class ProgressLines:
     """Lines with the seconds since the command began. quiet: none.
 
     Of a rollout, told by the records of its ledger: every resize, and where it is about once a second in its first
-    minute, then every ten seconds, after an hour every minute.
+    minute, then every ten seconds, after an hour every minute. Of one of many, which `status` tells of, no resizes and
+    nothing in its first ten seconds.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ProgressLines:
         self._state: LiveState | None = None
         self._shown = (0.0, 0)  # time and response tokens of the last progress line
         self._name = ""
+        self._one_of_many = False
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +93,7 @@ class ProgressLines:
         self._print(text)
 
     def status(self, text: str) -> None:
-        pass  # the lines of `phase` tell enough
+        self._one_of_many = True
 
     def begin_rollout(self, policy: str) -> None:
         self._name = f"{policy}  "
@@ -108,10 +110,14 @@ class ProgressLines:
         if self._state is None:
             return
         self._state.take(record)
-        if record["type"] == "resize":
+        if record["type"] == "resize" and not self._one_of_many:
             self._print(f"{self._name}{describe_resize(record)}")
-        elif record["type"] == "chunk" and self._clock() - self._last >= line_gap(self._clock() - self._rollout_begun):
+        elif record["type"] == "chunk" and self._clock() - max(self._last, self._rollout_begun) >= self._gap():
             self._progress(self._state)
+
+    def _gap(self) -> float:
+        gap = line_gap(self._clock() - self._rollout_begun)
+        return max(gap, 10.0) if self._one_of_many else gap
 
     def _progress(self, state: LiveState) -> None:
         """Where the rollout is, with the rate since the last such line."""

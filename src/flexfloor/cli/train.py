@@ -27,6 +27,7 @@ def run_train(config: Path, *, resume: bool, changes: Sequence[str], quiet: bool
     settings = read_settings(config, changes)
     quiet_trainer()
     with make_display(quiet or settings.quiet) as show:
+        show.status("training")
         result = train(
             settings,
             config,
@@ -71,7 +72,7 @@ def _show(show: Display, record: dict[str, Any]) -> None:
         if (seconds := record.get("flexfloor/step_s", record.get("step_time"))) is not None:
             parts.append(f"{seconds:.1f} s")
         show.phase("  ".join(parts))
-        show.status("  ".join(parts[:2]))
+        show.status(f"{step} done  {parts[1]}")
 
 
 def _number(value: float | None) -> str:
