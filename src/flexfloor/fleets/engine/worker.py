@@ -128,6 +128,18 @@ class Worker:
         self.arena.restore()
         self.allocator.resize(self.arena.page_count)
 
+    def sleep(self) -> None:
+        """Between rollouts: no memory for experts and KV until `wake`; the group and the dense weights stay."""
+        assert self.scheduler.live == 0, "requests would be lost"
+        self.arena.release()
+        self.allocator.resize(0)
+
+    def wake(self) -> None:
+        """Memory again, divided as at the launch, with nothing in it: the experts are loaded next."""
+        self.arena.restore()
+        self.arena.slot_count = self.config.memory.slots
+        self.allocator.resize(self.arena.page_count)
+
     def load_weights(self, info: CheckpointInfo) -> None:
         """Replace every weight in place, from another checkpoint of the same shapes."""
         self.config = replace(self.config, info=info)
