@@ -24,8 +24,8 @@ def trace_ledger(ledger: Path, out: Path) -> None:
     try:
         events = write_trace(out, records)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise InputError(f"{ledger}: its records do not have what a ledger's have ({told}); is this a ledger?") from None
+        told = f"its records do not have what a ledger's have ({type(error).__name__}: {error})"
+        raise InputError(f"{ledger}: {told}; is this a ledger?") from None
     if records[-1]["type"] != "end":
         print("  incomplete  the run was cut off; the trace tells of it as far as the ledger goes")
     print(f"  trace       {out} ({format_count(events)} events)")
