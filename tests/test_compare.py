@@ -22,7 +22,7 @@ from flexfloor.cli.options import parse_settings
 from flexfloor.errors import InputError
 from flexfloor.ledger.accounting import Summary, summarize
 from flexfloor.ledger.comparison import choose_baseline, compare_summaries
-from flexfloor.ledger.events import read_ledger
+from flexfloor.ledger.events import LedgerWriter, read_ledger
 from flexfloor.settings import CompareSettings
 
 FLEET = {"workers": 4, "numerics": "bitwise", "numerics_path": "cbwr", "model": "tiny", "versions": {}}
@@ -129,6 +129,7 @@ def test_policies_run_on_one_fleet_and_generate_the_same_bits(
     assert "ratios to static;" in out
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert (written["baseline"], written["equal"], written["requests"]) == ("static", True, 12)
+    assert "4 rollouts compared" in (tmp_path / "out" / "report.html").read_text()
     assert [row["policy"] for row in written["policies"]] == policies
     assert all(row["equal"] for row in written["policies"])
     assert [row["resizes"] > 0 for row in written["policies"]] == [False, False, True, True]
@@ -155,8 +156,13 @@ def test_responses_that_differ(
 
         def __exit__(self, *exc: object) -> None: ...
 
+    def rollout(fleet: object, requests: object, *, policy: str, ledger: LedgerWriter, **_: object) -> Result:
+        ledger.write(START)
+        ledger.close()
+        return Result(policy)
+
     monkeypatch.setattr(module, "launch", lambda *_: Launched())
-    monkeypatch.setattr(flexfloor, "rollout", lambda fleet, requests, *, policy, **_: Result(policy))
+    monkeypatch.setattr(flexfloor, "rollout", rollout)
     assert main([*command, "--quiet", "--policies", "static,static-grouped"]) == code
     out, err = capsys.readouterr()
     assert out.split().count("no") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from flexfloor.ledger.comparison import compare_summaries
 from flexfloor.ledger.events import read_ledger
 from flexfloor.report.html import render_report
 from flexfloor.report.html_run import Run, name_runs
-from flexfloor.report.html_words import decision_log, significant, tell_resize, with_unit
+from flexfloor.report.html_words import (
+    decision_log,
+    key_figures,
+    significant,
+    tell_resize,
+    warnings_of,
+    where_times_come_from,
+    with_unit,
+)
 from flexfloor.rollout import rollout
 
 LENGTHS = [3, 40, 8, 90, 5, 12, 7, 33, 21, 60, 4, 9]
@@ -240,6 +249,20 @@ def test_a_resize_in_words():
 )
 def test_numbers_with_units(value: float, unit: str, shown: tuple[str, str]):
     assert with_unit(value, unit) == shown
+
+
+def test_where_times_come_from_is_said(simulate: Simulate):
+    simulated = summarize(read_ledger(simulate("static")))
+    assert where_times_come_from(simulated)[0] == "simulated on round"
+    real = replace(simulated, simulated=False, pace=None)
+    assert where_times_come_from(real)[0] == "real time"
+    paced = replace(simulated, simulated=False, pace=16.0, profile="h200", pace_valid=False, paced_overrun_share=0.03)
+    assert where_times_come_from(paced)[0] == "emulated: 16 × h200"
+    assert [list(warnings_of(s)) for s in (simulated, real)] == [[], []]
+    assert any("not valid: 3.0%" in told for told in warnings_of(paced))
+    emulated = {"wall_s": 0.5, "throughput_tok_s": 9.0}
+    figures = {f.key: f.value for f in key_figures(replace(paced, emulated=emulated))}
+    assert (figures["emulated.wall_s"], figures["emulated.throughput_tok_s"]) == (0.5, 9.0)
 
 
 def test_significant_digits_are_kept():
