@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyte
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from simulated import DEVICE, SHAPE, make_requests, with_pages
 
 import flexfloor
-from flexfloor.cli.display import ProgressLines
+from flexfloor.cli.display import ProgressLines, make_display
 from flexfloor.fleets.simulation import SimulatedFleet
 from flexfloor.ledger.accounting import summarize
 from flexfloor.ledger.events import LedgerWriter, read_ledger
+from flexfloor.report.live import LiveDisplay, can_draw
+from flexfloor.report.live_runs import show_runs
 from flexfloor.report.live_state import LiveState
 from flexfloor.report.live_view import draw
 from flexfloor.report.words import describe_resize, format_seconds, line_gap
@@ -106,16 +111,18 @@ def test_a_real_rollout_is_counted_right(recorded: Records):
     chunk=st.integers(1, 16),
     width=st.integers(20, 200),
     height=st.integers(1, 40),
+    name=st.text(max_size=40),
 )
 def test_simulated_rollouts_are_counted_right_and_fit(
-    lengths: list[int], workers: int, policy: str, chunk: int, width: int, height: int
+    lengths: list[int], workers: int, policy: str, chunk: int, width: int, height: int, name: str
 ):
     records = simulate(lengths, workers, policy, chunk)
+    records[0] |= {"fleet": records[0]["fleet"] | {"model": f"models/{name}"}}
     check_against_ledger(records)
     for _, state in states(records):
         lines = text(state, width, height, above=["earlier " * 12])
         assert len(lines) <= height
-        assert all(len(line) <= width and line.isprintable() for line in lines)
+        assert all(cell_len(line) <= width and line.isprintable() for line in lines)
         assert all(line.isascii() for line in text(state, width, height, plain=True))
 
 
@@ -220,6 +227,61 @@ def test_the_rate_is_that_of_the_last_while():
     chunks = [r for r in records[: len(records) // 2] if r["type"] == "chunk"][-9:]
     expected = sum(c["tokens"] for c in chunks[1:]) / (chunks[-1]["t1"] - chunks[0]["t1"])
     assert state.tokens_per_s() == pytest.approx(expected)
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_it_is_drawn_four_times_a_second_at_most_and_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    records = simulate([3, 9, 40, 220], workers=3, chunk=2)
+    for between in (0.01, 1.0):
+        now, terminal = [0.0], Terminal()
+        with LiveDisplay(terminal, clock=lambda now=now: now[0]) as show:  # type: ignore[misc]
+            show.status("step 3/10 done  reward 0.5000")
+            for record in records:
+                show.record(record)
+                now[0] += between
+        screen = pyte.Screen(80, 25)
+        drawn = terminal.getvalue().split("responses ")[1:]
+        pyte.Stream(screen).feed(terminal.getvalue().replace("\n", "\r\n"))
+        assert len(drawn) <= len(records) + 3
+        assert len(drawn) <= now[0] / 0.25 + 4  # the start, the first, the last, and the one that rich draws at the end
+        assert len(drawn) >= min(now[0] / 0.27, len(records))
+        assert "4 of 4" in drawn[-1]
+        assert terminal.getvalue().count("step 3/10 done  reward 0.5000") == len(drawn)
+        assert not screen.cursor.hidden
+        assert [line.strip() for line in screen.display if line.strip()] == []
+
+
+def test_where_it_can_be_drawn(monkeypatch: pytest.MonkeyPatch):
+    for term, drawable in (("xterm", True), ("dumb", False), ("", False)):
+        monkeypatch.setenv("TERM", term)
+        assert can_draw(Terminal()) == drawable
+        assert isinstance(make_display(False, Terminal()), LiveDisplay) == drawable
+    monkeypatch.setenv("TERM", "xterm")
+    assert not can_draw(io.StringIO())
+    assert isinstance(make_display(True, Terminal()), ProgressLines)
+
+
+def test_runs_of_a_simulation_as_lines(capsys: pytest.CaptureFixture[str]):
+    now = [0.0]
+    with show_runs(300, quiet=False, stream=sys.stderr, clock=lambda: now[0]) as show:
+        for number in range(300):
+            show.now(f"run {number}")
+            now[0] += 0.5
+            show.done(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["    1.0s  2 of 300 runs done  now run 2", "    2.0s  4 of 300 runs done  now run 4"]
+    assert len(lines) == 59 + 9  # every second of the first minute, then every ten
+    with show_runs(3, quiet=True, stream=sys.stderr, clock=lambda: now[0]) as show:
+        now[0] += 5
+        show.now("run")
+    assert capsys.readouterr().err == ""
 
 
 def resize(**values: Any) -> dict[str, Any]:

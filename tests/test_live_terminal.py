@@ -133,3 +133,13 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(files: list[str], tmp
     assert b"\x1b" not in seen.output
     assert any("worker 1 left: ran dry" in line for line in seen.last)
     assert any("iteration" in line and "finished" in line for line in seen.last)
+
+
+def test_a_simulation_names_the_run(tmp_path: Path):
+    arguments = ["simulate", "--lengths", "R2", "--workers", "2", "--load", "8", "--seeds", "2"]
+    seen = run_on_terminal([*arguments, "--policies", "static,flexfloor"], columns=100)
+    assert seen.code == 0
+    assert not seen.cursor_hidden
+    assert seen.find("/6 runs", "2 workers, load 8, seed 0, planned history")
+    assert seen.find("/6 runs", "2 workers, load 8, seed 1, flexfloor history")
+    assert not any("runs" in line for line in seen.last)

@@ -65,7 +65,7 @@ class LiveDisplay:
         try:
             self._live.stop()
         finally:
-            if self._console.is_terminal:
+            if self._state is not None:
                 self._console.show_cursor(True)
 
     def phase(self, text: str) -> None:

@@ -24,11 +24,13 @@ class Runs(Protocol):
 
 
 @contextmanager
-def show_runs(total: int, *, quiet: bool, stream: TextIO | None = None) -> Iterator[Runs]:
+def show_runs(
+    total: int, *, quiet: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Runs]:
     """Inside the block it can be told of `total` runs; of the bar nothing stays."""
     stream = stream or sys.stderr
     if quiet or not can_draw(stream):
-        yield _Lines(total, None if quiet else stream)
+        yield _Lines(total, None if quiet else stream, clock)
         return
     console = Console(file=stream)
     bar = Progress(
@@ -61,7 +63,7 @@ class _OnBar:
 class _Lines:
     """A line after the first second, then about every second, later less often. stream: None is quiet."""
 
-    def __init__(self, total: int, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total: int, stream: TextIO | None, clock: Callable[[], float]) -> None:
         self._total, self._stream, self._clock = total, stream, clock
         self._begun = self._last = clock()
         self._done = 0

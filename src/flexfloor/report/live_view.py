@@ -14,6 +14,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len, set_cell_size
+
 from flexfloor.report.live_state import LiveState, WorkerState
 from flexfloor.report.words import describe_resize, format_count, format_rate, format_seconds
 
@@ -32,7 +34,7 @@ _LINES_OF_RESIZE = 3
 
 
 def draw(state: LiveState, width: int, height: int, *, above: Sequence[str] = (), plain: bool = False) -> list[Line]:
-    """At most `height` lines of at most `width` characters. above: what to begin with. plain: ASCII only."""
+    """At most `height` lines of at most `width` columns. above: what to begin with. plain: ASCII only."""
     bar = _Bar("#", "-") if plain else _Bar("━", "─")
     lines: list[Line] = [[(text, "bold")] for told in above for text in textwrap.wrap(told, width)]
     lines += _wrap(_what_runs(state), width)
@@ -169,16 +171,18 @@ def _wrap(parts: Sequence[Line], width: int) -> list[Line]:
 
 
 def _size(line: Line) -> int:
-    return sum(len(text) for text, _ in line)
+    return sum(cell_len(text) for text, _ in line)
 
 
 def _crop(line: Line, width: int, plain: bool) -> Line:
-    """At most `width` characters, none of which moves the cursor."""
+    """At most `width` columns, and nothing that moves the cursor."""
     kept: Line = []
     for text, style in line:
         if plain:
             text = text.translate(_ASCII).encode("ascii", "replace").decode()
-        text = "".join(c if c.isprintable() else "?" for c in text)[:width]
-        width -= len(text)
+        text = "".join(c if c.isprintable() else "?" for c in text)
+        if (size := cell_len(text)) > width:
+            text = set_cell_size(text, width)
+        width -= min(size, width)
         kept.append((text, style))
     return kept
