@@ -204,7 +204,8 @@ def at_resume() -> list[str]:
     lines = ["| settings | may be other | why |", "|---|---|---|"]
     for rule in RULES:
         lines.append(f"| {', '.join(f'`{name}`' for name in rule.settings)} | {rule.may} | {rule.why} |")
-    return [*lines, "| all others | yes | they count from the first step after the resume |"]
+    why = "they count from the first step after the resume; the schedule of the learning rate from the second"
+    return [*lines, f"| all others | yes | {why} |"]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {

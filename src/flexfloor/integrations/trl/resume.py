@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         "the checkpoint's optimizer goes on",
     ),
 )  # fmt: skip
-"""What no rule names may be other, and counts from the first step after the resume."""
+"""What no rule names may be other, and counts after the resume."""
 
 
 def rule_for(key: str) -> Rule | None:
