@@ -81,13 +81,13 @@ def _comparison(runs: Sequence[Run], page: _Page) -> dict[str, Any]:
     summaries = {run.name: run.summary for run in runs}
     baseline = runs[[run.summary.policy for run in runs].index(choose_baseline([r.summary.policy for r in runs]))].name
     origins = {where_times_come_from(run.summary) for run in runs}
-    work = {(s.requests, s.prompt_tokens, s.response_tokens) for s in summaries.values()}
+    asked = {(s.requests, s.prompt_tokens) for s in summaries.values()}
     return {
         "baseline": baseline,
         "rows": [(row, summaries[row.policy]) for row in compare_summaries(summaries, baseline)],
         "origin": origins.pop() if len(origins) == 1 else None,
-        "hashed": summaries[baseline].responses_sha256 is not None,
-        "same_work": len(work) == 1,
+        "hashed": len(asked) == 1 and summaries[baseline].responses_sha256 is not None,
+        "same_work": len(asked) == 1 and len({s.response_tokens for s in summaries.values()}) == 1,
         "folded": len(runs) > _MOST_UNFOLDED,
         "lanes": len(runs) <= _MOST_LANES,
         "chart": page.add(html_charts.active_sets({run.name: run.line for run in runs}), "Active set over time"),

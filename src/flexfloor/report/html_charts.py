@@ -186,13 +186,13 @@ def active_sets(lines: Mapping[str, Timeline]) -> go.Figure:
         edges, active = line.active_set()
         # Down to 0 at the end, so that it is seen who was through when.
         held, ends = np.append(active, 0), np.append(edges, edges[-1])
-        traces.append(steps(ends, held, name, PALETTE[index % len(PALETTE)], hovertemplate="%{y}"))
+        traces.append(steps(ends, held, name, PALETTE[index % len(PALETTE)], hovertemplate="%{y} workers"))
     return make_figure(
         traces,
         240,
         "seconds",
         "active workers",
         yaxis={"rangemode": "tozero"},
-        hovermode="x unified",
-        showlegend=True,
+        hovermode="x unified" if len(lines) <= len(PALETTE) else "closest",
+        showlegend=len(lines) <= len(PALETTE),
     )
