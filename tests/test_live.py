@@ -19,6 +19,7 @@ from simulated import DEVICE, SHAPE, make_requests, with_pages
 
 import flexfloor
 from flexfloor.cli.display import ProgressLines, make_display
+from flexfloor.cli.train import show_step
 from flexfloor.fleets.simulation import SimulatedFleet
 from flexfloor.ledger.accounting import summarize
 from flexfloor.ledger.events import LedgerWriter, read_ledger
@@ -256,6 +257,24 @@ def test_it_is_drawn_four_times_a_second_at_most_and_at_the_end(monkeypatch: pyt
         assert terminal.getvalue().count("step 3/10 done  reward 0.5000") == len(drawn)
         assert not screen.cursor.hidden
         assert [line.strip() for line in screen.display if line.strip()] == []
+
+
+def test_training_shows_the_last_step_above_the_rollout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    screen = pyte.Screen(80, 25)
+    with LiveDisplay(terminal) as show:
+        log = {"step": 3, "steps": 10, "reward": 0.53, "loss": None, "completions/mean_length": 17.0}
+        for record in simulate([3, 9], workers=1)[:4]:
+            show.record(record)
+        show_step(show, log)
+        show_step(show, {"step": 3, "steps": 10, "eval_reward": 0.5})
+        pyte.Stream(screen).feed(terminal.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display]
+    assert lines[0].endswith("s  step 3/10  reward 0.5300  loss none  length 17.0")
+    assert lines[1].endswith("s  step 3/10  held out: reward 0.5000")
+    assert lines[2] == "step 3/10 done  reward 0.5300"
+    assert lines[3].startswith("flexfloor  release  simulated on round")
 
 
 def test_where_it_can_be_drawn(monkeypatch: pytest.MonkeyPatch):

@@ -145,7 +145,9 @@ def test_metrics_history_and_ledgers_of_a_training_with_evaluation(model: Path, 
             seen.setdefault(name, []).extend(columns[name])
         return [float(len(c)) for c in completions]
 
-    with FlexFloorRollout(model, workers=2, worker_memory=MEMORY, ledgers=tmp_path / "ledgers") as rollout:
+    told: list[dict] = []
+    options: dict[str, Any] = {"ledgers": tmp_path / "ledgers", "on_record": told.append}
+    with FlexFloorRollout(model, workers=2, worker_memory=MEMORY, **options) as rollout:
         trainer = make_trainer(
             model, tmp_path, rollout, reward_funcs=keeping, eval_dataset=held_out, max_steps=3, eval_strategy="steps",
             eval_steps=3, num_generations_eval=2, per_device_eval_batch_size=4,
@@ -178,6 +180,8 @@ def test_metrics_history_and_ledgers_of_a_training_with_evaluation(model: Path, 
     ledger = read_ledger(tmp_path / "ledgers" / "train-000001.jsonl")
     assert ledger[0]["fleet"]["weights_version"] == 1
     assert json.dumps(ledger[-1]["responses_sha256"])
+    assert [record["type"] for record in told].count("start") == len(names)
+    assert sum(len(record["finished"]) for record in told if record["type"] == "chunk") == 28
 
 
 def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:

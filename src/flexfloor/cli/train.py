@@ -34,7 +34,7 @@ def run_train(config: Path, *, resume: bool, changes: Sequence[str], quiet: bool
             changes=changes,
             resume=resume,
             tell=show.phase,
-            on_log=lambda record: _show(show, record),
+            on_log=lambda record: show_step(show, record),
             on_record=show.record,
         )
     show.phase("done")
@@ -58,7 +58,7 @@ def quiet_trainer() -> None:
         warnings.filterwarnings("ignore", category=category)
 
 
-def _show(show: Display, record: dict[str, Any]) -> None:
+def show_step(show: Display, record: dict[str, Any]) -> None:
     """The line of a log call; what it logged in full is in metrics.jsonl."""
     step = f"step {record['step']}/{record['steps']}"
     if "eval_reward" in record:
