@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
 VLLM := .venv-vllm
+VERL := .venv-verl
 TINY := runs/models/tiny
 SMOLLM2 := runs/models/smollm2-moe
 COUNTING := runs/models/counting
@@ -34,7 +35,7 @@ BROWSER_TESTS := tests/test_report_browser.py
 CHROMIUM := chromium --headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update \
   --disable-sync --no-first-run --disable-dev-shm-usage --hide-scrollbars
 
-.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths bench-overhead lint clean
+.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor test-verl report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths bench-overhead lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -115,6 +116,16 @@ $(FLOOR)/.installed: pyproject.toml constraints.txt constraints-floor.txt
 	$(call install,$(FLOOR),$(FLOOR)/constraints.txt) -e '.[dev,parquet]'
 	touch $@
 
+test-verl: $(VERL)/.installed  ## verl's trainer with rollouts by FlexFloor on a CPU, in an environment of its own (2 GB)
+	$(VERL)/bin/pytest tests_verl
+
+# torch first: what comes after takes the build that is there.
+$(VERL)/.installed: pyproject.toml constraints-verl.txt
+	$(PYTHON) -m venv $(VERL)
+	$(call install,$(VERL),constraints-verl.txt) torch
+	$(call install,$(VERL),constraints-verl.txt) -e '.[verl]' pytest pytest-timeout
+	touch $@
+
 bench: setup  ## throughput: workers and numerics against each other
 	$(BIN)/python benchmarks/bench.py
 
@@ -158,5 +169,5 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove environments, caches and what demos and benchmarks made
-	rm -rf $(VENV) $(FLOOR) $(VLLM) $(DEMO) $(DEMO_REAL) runs/models runs/bench
+	rm -rf $(VENV) $(FLOOR) $(VLLM) $(VERL) $(DEMO) $(DEMO_REAL) runs/models runs/bench
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

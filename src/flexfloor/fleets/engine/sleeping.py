@@ -16,9 +16,11 @@ def sleep(fleet: EngineFleet) -> int:
     if len(status.active) < fleet.info.workers or status.requests:
         raise FlexFloorError("a fleet sleeps between rollouts, when all workers are back and all requests are done")
     fleet._call("sleep", dict.fromkeys(status.active, ()))
+    fleet._update_status()
     return sum(w.arena_bytes for w in status.workers)
 
 
 def wake(fleet: EngineFleet) -> None:
     """Memory again, without experts in it: `fleet.load_weights` comes next, before any rollout."""
     fleet._call("wake", dict.fromkeys(range(fleet.info.workers), ()))
+    fleet._update_status()

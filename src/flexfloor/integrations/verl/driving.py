@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flexfloor.errors import FlexFloorError
-from flexfloor.fleet import Fleet
 from flexfloor.integrations.verl.sessions import Announcement, Session, SessionBook
 from flexfloor.ledger.events import LedgerWriter
 from flexfloor.ledger.metrics import rollout_metrics
@@ -43,22 +42,24 @@ class Outcome:
 class StepRollout:
     """A rollout of one training step or validation. All methods belong to the event loop that made it.
 
-    options: arguments of `flexfloor.rollout.Rollout`. on_record: told each record of the ledger, on another thread.
+    fleet: as of `flexfloor.fleet.Fleet`. options: arguments of `flexfloor.rollout.Rollout`. ledger: file. on_release:
+    told the number of a worker that has given its memory back, on another thread. more_metrics: asked at the end.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Any,
         first: Announcement,
         options: dict[str, Any],
         *,
         ledger: Path | None = None,
         on_release: Callable[[int], None] | None = None,
+        more_metrics: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         self.step, self.split = first.step, first.split
         self._book = SessionBook()
         self._book.announce(first)
-        self._fleet = fleet
+        self._fleet, self._more_metrics = fleet, more_metrics
         self._ledger = LedgerWriter(ledger)
         self._rollout = Rollout(
             fleet,
@@ -146,6 +147,7 @@ class StepRollout:
                 self._tell(self._deliver, response)
             summary = self._rollout.summary
             values = rollout_metrics(summary, split_time(self._ledger.records))
+            values |= self._more_metrics() if self._more_metrics else {}
             self._tell(self._end, self._outcome(values, summary.responses_sha256))
         except BaseException as error:
             self._tell(self._fail, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any, NoReturn
 
 import ray
@@ -12,6 +13,7 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplica
 
 from flexfloor.errors import UnsupportedError
+from flexfloor.integrations.verl.consumers import Bundle
 from flexfloor.integrations.verl.server import SERVER, RolloutServer
 from flexfloor.integrations.verl.settings import check_options, read_config
 
@@ -36,7 +38,7 @@ class FlexFloorReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         places = await asyncio.gather(*[worker.__ray_call__.remote(_where) for worker in self.workers])
-        nodes = {node for node, _ in places}
+        nodes = {node for node, *_ in places}
         if len(nodes) > 1:
             raise UnsupportedError(
                 f"the trainer's workers are on {len(nodes)} machines; under verl a fleet lives on one: trainer.nnodes=1"
@@ -48,7 +50,8 @@ class FlexFloorReplica(RolloutReplica):
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=nodes.pop(), soft=False),
             runtime_env={"env_vars": dict.fromkeys(get_platform().ray_noset_envvars(), "1")},
         )
-        server = actor.remote(self._settings, [device for _, device in places])
+        devices, bundles = [device for _, device, _ in places], [bundle for *_, bundle in places]
+        server = actor.remote(self._settings, devices, bundles)
         await server.launch.remote()
         self.servers = [server]
         self._server_handle, self._server_address = server, SERVER
@@ -60,8 +63,11 @@ class FlexFloorReplica(RolloutReplica):
         raise UnsupportedError("a rollout in processes of its own is not supported: leave rollout.nnodes at 0")
 
 
-def _where(worker: Any) -> tuple[str, str]:
-    """(Ray's id of the machine, id of the accelerator) of a worker of the training; runs in it."""
+def _where(worker: Any) -> tuple[str, str, Bundle]:
+    """(Ray's id of the machine, id of the accelerator, its bundle) of a worker of the training; runs in it."""
     context = ray.get_runtime_context()
     devices = context.get_accelerator_ids().get(get_platform().ray_resource_name(), [])
-    return context.get_node_id(), devices[0] if devices else ""
+    # verl gives a worker the bundle with the number that it has on its machine.
+    index = int(os.environ["RANK"]) % int(os.environ["RAY_LOCAL_WORLD_SIZE"])
+    bundle = Bundle(ray.util.get_current_placement_group(), index)
+    return context.get_node_id(), devices[0] if devices else "", bundle

@@ -13,10 +13,11 @@ from verl.workers.rollout.replica import TokenOutput
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
 from flexfloor.fleets.engine.fleet import EngineFleet, launch_engine
 from flexfloor.fleets.engine.sleeping import sleep, wake
+from flexfloor.integrations.verl.consumers import Bundle, Consumers, RecallingFleet
 from flexfloor.integrations.verl.driving import AbandonedError, Outcome, StepRollout
 from flexfloor.integrations.verl.sampling import read_sampling
 from flexfloor.integrations.verl.sessions import Announcement, Session
-from flexfloor.integrations.verl.settings import VerlSettings, check_options, resolve_hook
+from flexfloor.integrations.verl.settings import VerlSettings, check_options
 from flexfloor.ledger.metrics import PREFIX
 from flexfloor.world.lengths.store import load_history
 from flexfloor.world.profiles import load_profile
@@ -28,13 +29,19 @@ SERVER = "flexfloor_server"
 class RolloutServer:
     """Verbs that verl calls, and (last) those of this package. One event loop runs them all."""
 
-    def __init__(self, settings: VerlSettings, devices: Sequence[str]) -> None:
-        """devices: ids of the accelerators that the workers of the training hold, in their order."""
+    def __init__(self, settings: VerlSettings, devices: Sequence[str], bundles: Sequence[Bundle] = ()) -> None:
+        """devices: ids of the accelerators that the workers of the training hold, bundles: where these are reserved;
+        both in the order of the workers."""
         check_options(settings)
         self._settings = settings
         if settings.engine.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        self._hook = resolve_hook(settings.options.on_release)
+        options = settings.options
+        self._consumers = (
+            None
+            if options.consumer is None
+            else Consumers(options.consumer, list(bundles), options.consumer_gpus, options.consumer_grace_s)
+        )
         self._fleet: EngineFleet | None = None
         self._history: Path | None = None
         self._current: StepRollout | None = None
@@ -97,6 +104,7 @@ class RolloutServer:
         if self._current is not None and self._current.takes_more:
             self._current.abandon()
             await asyncio.wait(self._outcomes)
+            await asyncio.to_thread(self.fleet.start)  # nothing is live any more, and released workers are back
 
     async def resume_generation(self) -> None:
         """After an abort there is nothing to resume: the next announcement begins the next rollout."""
@@ -153,12 +161,14 @@ class RolloutServer:
         await self._quiet(keep=True)
         if self._asleep or not self._has_weights:
             raise FlexFloorError("the fleet has no weights; verl updates them after it has put a rollout to sleep")
+        consumers = self._consumers
         self._current = StepRollout(
-            self.fleet,
+            self.fleet if consumers is None else RecallingFleet(self.fleet, consumers.recall),
             announcement,
             self._options(folder),
             ledger=self._ledger(announcement),
-            on_release=self._hook,
+            on_release=None if consumers is None else consumers.start,
+            more_metrics=None if consumers is None else consumers.take_metrics,
         )
         self._outcomes.append(asyncio.create_task(self._current.outcome()))
 

@@ -43,9 +43,11 @@ class RolloutOptions(Settings):
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
     ledgers: Path | None = Field(None, description="folder for a ledger of every rollout")
-    on_release: str | None = Field(
-        None, description="consumer of what a released worker frees: module:callable, see docs/verl.md"
+    consumer: str | None = Field(
+        None, description="module:class of a Ray actor that runs on what a released worker frees"
     )
+    consumer_gpus: float = Field(0.5, ge=0, le=1, description="share of the worker's device that a consumer reserves")
+    consumer_grace_s: float = Field(2.0, ge=0, description="seconds from asking a consumer to stop to its end")
 
 
 class VerlSettings(Settings):
@@ -159,21 +161,6 @@ def check_options(settings: VerlSettings) -> None:
     if options.min_workers > settings.workers:
         raise InputError(f"{CUSTOM}.min_workers is {options.min_workers}, more than the {settings.workers} workers")
     load_plugin("flexfloor.launchers", engine.launcher)
-    resolve_hook(options.on_release)
-
-
-def resolve_hook(name: str | None) -> Any:
-    """The object that `module:name` stands for; None for None. Raises InputError."""
-    if name is None:
-        return None
-    from importlib import import_module
-
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        told = f"{CUSTOM}.on_release: {name!r} cannot be imported ({error}); write it as module:callable"
-        raise InputError(told) from None
 
 
 def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:

@@ -1,0 +1,168 @@
+"""verl's own trainer, unmodified, end to end on a CPU: the example, under two policies, and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flexfloor.ledger.accounting import Summary, summarize
+from flexfloor.ledger.events import read_ledger
+
+ROOT = Path(__file__).parents[1]
+STEPS = 3
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass
+class Run:
+    """What a run of verl left behind."""
+
+    code: int
+    output: str
+    metrics: dict[int, dict[str, float]]
+    folder: Path
+
+    def ledger(self, step: int, split: str = "train") -> list[dict]:
+        return read_ledger(self.folder / "ledgers" / f"{split}-{step:06d}.jsonl")
+
+    def account(self, step: int, split: str = "train") -> Summary:
+        return summarize(self.ledger(step, split))
+
+
+def train(inputs: Path, folder: Path, *overrides: str) -> Run:
+    """Run the example in verl; nothing that it starts may outlive it."""
+    mark = uuid.uuid4().hex
+    environment = os.environ | {
+        "VERL_USE_EXTERNAL_MODULES": "flexfloor.integrations.verl_cpu",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "FLEXFLOOR_TEST_MARK": mark,
+    }
+    folder.mkdir(parents=True)
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "examples" / "verl"),
+        "--config-name", "tiny_cpu", f"actor_rollout_ref.model.path={inputs / 'model'}",
+        f"data.train_files={inputs / 'train.parquet'}", f"data.val_files={inputs / 'val.parquet'}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder}",
+        f"+actor_rollout_ref.rollout.custom.ledgers={folder / 'ledgers'}", *overrides,
+    ]  # fmt: skip
+    log = folder / "log.txt"
+    with log.open("w") as file:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    wait_until_gone(mark)
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    entries = [json.loads(line) for line in lines]
+    return Run(code, log.read_text(), {entry["step"]: entry["data"] for entry in entries}, folder)
+
+
+def wait_until_gone(mark: str, seconds: float = 20.0) -> None:
+    """Fails when a process with this mark in its environment is still there after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while left := [name for name in os.listdir("/proc") if name.isdigit() and _has(name, mark)]:
+        assert time.monotonic() < deadline, f"processes outlive the run: {left}"
+        time.sleep(0.2)
+
+
+def _has(process: str, mark: str) -> bool:
+    try:
+        return mark.encode() in Path("/proc", process, "environ").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("inputs")
+    script = ROOT / "examples" / "verl" / "make_inputs.py"
+    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def elastic(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("elastic") / "run"
+    return train(inputs, folder, "trainer.save_freq=2", f"trainer.test_freq={STEPS}")
+
+
+def test_steps_end_well_and_train_on_what_was_generated(elastic: Run) -> None:
+    assert elastic.code == 0, elastic.output[-3000:]
+    assert sorted(elastic.metrics) == list(range(1, STEPS + 1))
+    for step in elastic.metrics.values():
+        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999
+        assert step["actor/grad_norm"] > 0
+        assert step["response/aborted_ratio"] == 0
+    first, last = elastic.metrics[1], elastic.metrics[STEPS]
+    assert first["critic/score/mean"] != last["critic/score/mean"]
+
+
+def test_a_worker_leaves_during_the_rollout_and_is_back_for_the_next(elastic: Run) -> None:
+    for number, step in elastic.metrics.items():
+        account = elastic.account(number)
+        assert step["flexfloor/released_workers"] == 1
+        assert step["flexfloor/response_tokens"] == account.response_tokens
+        assert step["flexfloor/refused_requests"] == 0
+        assert account.occupied_iterations < 2 * account.iterations
+        start = elastic.ledger(number)[0]
+        assert [w["worker"] for w in start["workers"]] == [0, 1]
+
+
+def test_every_step_generates_with_the_weights_of_the_step_before(elastic: Run) -> None:
+    assert [elastic.ledger(step)[0]["fleet"]["weights_version"] for step in elastic.metrics] == [0, 1, 2]
+
+
+def test_validation_and_checkpoints(elastic: Run) -> None:
+    assert elastic.account(STEPS, "eval").requests == 8
+    assert "val-core/vowels/acc/mean@1" in elastic.metrics[STEPS]
+    checkpoints = elastic.folder / "checkpoints"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert (checkpoints / "length_history.sqlite").exists()
+
+
+def test_static_and_elastic_generate_and_train_the_same_bits(
+    elastic: Run, inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("static") / "run"
+    static = train(inputs, folder, "actor_rollout_ref.rollout.custom.policy=static")
+    assert static.code == 0, static.output[-3000:]
+    for step in range(1, STEPS + 1):
+        ours, theirs = elastic.account(step), static.account(step)
+        assert ours.responses_sha256 == theirs.responses_sha256
+        assert ours.logprobs_sha256 == theirs.logprobs_sha256
+        assert ours.occupied_iterations < theirs.occupied_iterations
+        assert static.metrics[step]["flexfloor/released_workers"] == 0
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean"):
+            assert elastic.metrics[step][name] == static.metrics[step][name]
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits(
+    elastic: Run, inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    resumed = train(
+        inputs,
+        folder,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={elastic.folder / 'checkpoints' / 'global_step_2'}",
+    )
+    assert resumed.code == 0, resumed.output[-3000:]
+    assert sorted(resumed.metrics) == [STEPS]
+    assert resumed.account(STEPS).responses_sha256 == elastic.account(STEPS).responses_sha256
+
+
+def test_a_wrong_option_ends_the_run_and_is_named(inputs: Path, tmp_path: Path) -> None:
+    run = train(inputs, tmp_path / "run", "+actor_rollout_ref.rollout.custom.polcy=static")
+    assert run.code != 0
+    assert "unknown key 'polcy'; did you mean 'policy'?" in run.output
