@@ -111,7 +111,7 @@ def _run_parts(run: Run, page: _Page, longest_s: float) -> dict[str, Any]:
         "figures": key_figures(summary),
         "states": list(_states(run.line)),
         "gantt": page.add(gantt, f"Where worker time went: {run.name}"),
-        "crowd": list(_crowd_chart(run, page)),
+        "crowd": list(_crowd_chart(run, page, longest_s)),
         "over_time": list(_time_charts(run, page)),
         "lengths": list(_length_charts(run, page)),
         "scores": dict(_scores(run)),
@@ -133,10 +133,10 @@ def _states(line: Timeline) -> Iterator[dict[str, Any]]:
         yield {"name": name, "words": _STATE_WORDS.get(name, name), "worker_s": value, "share": share}
 
 
-def _crowd_chart(run: Run, page: _Page) -> Iterator[Chart]:
+def _crowd_chart(run: Run, page: _Page, longest_s: float) -> Iterator[Chart]:
     """Where a row of the Gantt chart stands for several workers."""
     if run.summary.workers > html_charts.MOST_ROWS:
-        yield page.add(html_charts.states_over_time(run.line), "Workers by what they do")
+        yield page.add(html_charts.states_over_time(run.line, longest_s), "Workers by what they do")
 
 
 def _time_charts(run: Run, page: _Page) -> Iterator[Chart]:

@@ -75,8 +75,8 @@ def gantt(line: Timeline, released_at: Sequence[float | None], resizes: Resizes,
     )
 
 
-def states_over_time(line: Timeline) -> go.Figure:
-    """How many workers are in which state, where the Gantt chart has no row for each."""
+def states_over_time(line: Timeline, end_s: float) -> go.Figure:
+    """How many workers are in which state, where the Gantt chart has no row for each. end_s: as of `gantt`."""
     edges = line.bins(_LINE_BINS)
     traces = []
     for index, name in enumerate(STATES[:-1]):
@@ -86,7 +86,14 @@ def states_over_time(line: Timeline) -> go.Figure:
                   line={"width": 0}, fillcolor=STATE_COLOURS[name])
         )  # fmt: skip
     return make_figure(
-        traces, 260, "seconds", "workers", yaxis={"rangemode": "tozero"}, hovermode="x unified", showlegend=False
+        traces,
+        260,
+        "seconds",
+        "workers",
+        xaxis={"range": [0, end_s]},
+        yaxis={"rangemode": "tozero"},
+        hovermode="x unified",
+        showlegend=False,
     )
 
 
@@ -111,7 +118,7 @@ def _marks(resizes: Resizes, rows: int, top: float) -> list[Any]:
             "symbol": ["triangle-down" if change else "circle-open" for change in changes],
             "size": [11 if change else 7 for change in changes],
             "color": RED,
-            "line": {"width": 0},
+            "opacity": 1,
         },
         text=[_wrap(f"{tell_resize(r)}. {r['reason'].capitalize()}.") for r in done],
         hovertemplate="%{text}<extra></extra>",
