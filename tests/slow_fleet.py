@@ -1,13 +1,14 @@
 """`flexfloor` on a simulated fleet that takes its time, for tests that look on: python slow_fleet.py ARGUMENTS.
 
 The model is not read, of the prompts the lengths (max_tokens) alone.
-WARN_AT, FAIL_AT: iterations from which on it warns and prints, and at which a worker fails.
+WARN_AT, FAIL_AT: iterations from which on it warns, prints and starts others that do, and at which a worker fails.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -33,6 +34,7 @@ class SlowFleet(SimulatedFleet):
         if reached >= self.warn_at:
             warnings.warn(f"something odd at {reached}", RuntimeWarning, stacklevel=2)
             print(f"a word from elsewhere at {reached}")
+            subprocess.run(["sh", "-c", f"echo a worker at {reached} >&2"], check=True)
         if reached >= self.fail_at:
             raise WorkerFailedError(1, "died (signal 9)")
         return progress

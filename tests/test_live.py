@@ -218,8 +218,19 @@ def test_time_left_is_what_the_policy_expects_then_what_endings_tell():
     # The plan's time is over. The newer half: 2 of 3 ended after t = 2, when 3 were live for 4 s and 1 for 2 s.
     # One waits, for which there is room after 6 s / 2; the one that is live ends with the hazard 2 / 14 s.
     assert state.remaining_s() == pytest.approx(1 * 6 / 2 + 1 * 14 / 2)
-    state.take({"type": "resize", "t0": 8.0, "t1": 9.0, "failed": "x", "predicted": {"remaining_s": 1.0}})
+    predicted = {"iteration": 1, "predicted": {"remaining_s": 1.0}}
+    state.take({"type": "resize", "t0": 8.0, "t1": 9.0, "failed": "x"} | predicted)
     assert state.remaining_s() != 1.0
+
+
+def test_in_real_time_a_policy_knows_the_time_left_once_it_has_seen_iterations():
+    start = simulate([5], workers=1)[0]
+    state = LiveState(start | {"fleet": start["fleet"] | {"simulated": False}})
+    decision = {"type": "decision", "t": 0.0, "what": "order", "reason": "r", "predicted": {"remaining_s": 6.0}}
+    state.take(decision | {"iteration": 0})
+    assert state.remaining_s() is None
+    state.take(decision | {"iteration": 1})
+    assert state.remaining_s() == 6.0
 
 
 def test_the_rate_is_that_of_the_last_while():

@@ -66,7 +66,7 @@ def test_a_rollout_is_seen_and_leaves_its_tables(files: list[str], tmp_path: Pat
 
 def test_a_narrow_terminal_is_not_torn(files: list[str], tmp_path: Path):
     """Without colours, and with warnings and prints. Of an earlier drawing nothing stays: each part is there once."""
-    environment = {"NO_COLOR": "1", "WARN_AT": "40"}
+    environment = {"NO_COLOR": "1", "WARN_AT": "40", "PYTHONWARNINGS": "default"}
     seen = rollout(files, tmp_path, columns=60, rows=24, environment=environment, stdout=tmp_path / "out")
     assert seen.code == 0
     assert_restored(seen)
@@ -78,6 +78,8 @@ def test_a_narrow_terminal_is_not_torn(files: list[str], tmp_path: Path):
         for begin in ("flexfloor  ", "responses ", "active ", "worker  "):
             assert sum(line.startswith(begin) for line in screen) <= 1, screen
     assert seen.find("something odd at 40", "active ")
+    for at in range(40, 110, 2):  # nothing that a process says is lost or lands in the view
+        assert seen.output.count(f"a worker at {at}\r\n".encode()) == 1
     # What goes to a file gets there, and only there.
     for told in ("Rollout", "a word from elsewhere at 40"):
         assert told in (tmp_path / "out").read_text()

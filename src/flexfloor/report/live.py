@@ -6,15 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Self, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
 from flexfloor.ledger.accounting import Summary
+from flexfloor.report.live_capture import Capture
 from flexfloor.report.live_state import LiveState
 from flexfloor.report.live_view import Line, draw
 from flexfloor.report.words import describe_summary
@@ -28,6 +30,10 @@ def can_draw(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
+def _is_stderr(stream: TextIO) -> bool:
+    return stream is sys.__stderr__
+
+
 class LiveDisplay:
     """Shows rollouts on a terminal, from the records of their ledgers. It has no thread: what draws is a record.
 
@@ -36,8 +42,9 @@ class LiveDisplay:
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        stream = stream or sys.stderr
-        self._console = Console(file=stream, highlight=False, force_terminal=True)
+        self._stream = stream or sys.stderr
+        self._console = Console(file=self._stream, highlight=False, force_terminal=True)
+        self._capture: Capture | None = None
         self._plain = not (self._console.encoding or "").lower().startswith("utf")
         self._live = Live(
             _Drawn(self._lines),
@@ -55,6 +62,11 @@ class LiveDisplay:
         self._status = ""
 
     def __enter__(self) -> Self:
+        if _is_stderr(self._stream):
+            with suppress(OSError):  # without it, what others write may land in the view
+                self._capture = Capture(self._stream)
+                self._console.file = self._capture.terminal
+                self._console.size = ConsoleDimensions(*self._capture.size)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -63,14 +75,27 @@ class LiveDisplay:
     def close(self) -> None:
         """Take the view away. Safe to call twice."""
         try:
+            self._let_others_speak()
             self._live.stop()
         finally:
             if self._state is not None:
                 self._console.show_cursor(True)
+            if (capture := self._capture) is not None:
+                self._capture, self._console.file = None, self._stream
+                self._print(*capture.close())
+
+    def _let_others_speak(self) -> None:
+        """Put above the view what was written beside it."""
+        if self._capture is not None and (lines := self._capture.lines()):
+            self._print(*lines)
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def phase(self, text: str) -> None:
-        line = Text(f"{self._clock() - self._begun:7.1f}s  {text}")
-        self._console.print(line, soft_wrap=True)
+        self._let_others_speak()
+        self._print(f"{self._clock() - self._begun:7.1f}s  {text}")
 
     def status(self, text: str) -> None:
         self._status = text
@@ -93,6 +118,9 @@ class LiveDisplay:
     def _draw(self, force: bool) -> None:
         now = self._clock()
         if self._live.is_started and (force or now - self._drawn >= REDRAW_S):
+            if self._capture is not None:
+                self._console.size = ConsoleDimensions(*self._capture.size)
+            self._let_others_speak()
             self._live.refresh()
             self._drawn = self._clock()
 

@@ -95,7 +95,9 @@ class LiveState:
                 self._resize(record)
             case "end":
                 self.ended = True
-        if (left := record.get("predicted", {}).get("remaining_s")) is not None and record.get("failed") is None:
+        left = record.get("predicted", {}).get("remaining_s")
+        # In real time a policy does not know how long iterations take before it has seen some.
+        if left is not None and record.get("failed") is None and (record["iteration"] > 0 or self.made_by):
             self._end_at = self.t + left
 
     def _divide(self, record: Mapping[str, Any]) -> None:
