@@ -37,7 +37,7 @@ class Run:
         return summarize(self.ledger(step, split))
 
 
-def train(inputs: Path, folder: Path, *overrides: str) -> Run:
+def train(inputs: Path, folder: Path, *overrides: str, **more: str) -> Run:
     """Run the example in verl; nothing that it starts may outlive it."""
     mark = uuid.uuid4().hex
     environment = os.environ | {
@@ -50,6 +50,8 @@ def train(inputs: Path, folder: Path, *overrides: str) -> Run:
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "FLEXFLOOR_TEST_MARK": mark,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "examples" / "verl"), str(ROOT / "examples")]),
+        **more,
     }
     folder.mkdir(parents=True)
     command = [
@@ -147,19 +149,38 @@ def test_static_and_elastic_generate_and_train_the_same_bits(
             assert elastic.metrics[step][name] == static.metrics[step][name]
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(
-    elastic: Run, inputs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture(scope="module")
+def resumed(elastic: Run, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The last step again, from the checkpoint before it, now with a consumer.
+
+    The pace makes the rollout long enough for an actor to start; a consumer that imports torch is given time to go.
+    """
     folder = tmp_path_factory.mktemp("resumed") / "run"
-    resumed = train(
+    options = ("consumer=evaluation:Evaluation", "consumer_grace_s=20", "pace=60", "pace_model=qwen3-30b-a3b")
+    return train(
         inputs,
         folder,
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={elastic.folder / 'checkpoints' / 'global_step_2'}",
+        *(f"+actor_rollout_ref.rollout.custom.{option}" for option in options),
+        EVALUATE_MODEL=str(inputs / "model"),
+        EVALUATE_OUT=str(folder / "evaluations.jsonl"),
     )
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits(elastic: Run, resumed: Run) -> None:
     assert resumed.code == 0, resumed.output[-3000:]
     assert sorted(resumed.metrics) == [STEPS]
     assert resumed.account(STEPS).responses_sha256 == elastic.account(STEPS).responses_sha256
+
+
+def test_a_consumer_works_on_what_a_released_worker_frees(resumed: Run) -> None:
+    step = resumed.metrics[STEPS]
+    assert step["flexfloor/consumers"] == step["flexfloor/released_workers"] == 1
+    assert step["flexfloor/consumers_killed"] == 0
+    evaluated = json.loads((resumed.folder / "evaluations.jsonl").read_text())
+    assert step["flexfloor/consumer_units"] == evaluated["texts"] > 0
+    assert 0 < step["flexfloor/consumer_s"] < resumed.account(STEPS).wall_s
 
 
 def test_a_wrong_option_ends_the_run_and_is_named(inputs: Path, tmp_path: Path) -> None:

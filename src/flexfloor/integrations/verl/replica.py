@@ -14,7 +14,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from flexfloor.errors import UnsupportedError
 from flexfloor.integrations.verl.consumers import Bundle
-from flexfloor.integrations.verl.server import SERVER, RolloutServer
+from flexfloor.integrations.verl.server import MOST_CALLS, SERVER, RolloutServer
 from flexfloor.integrations.verl.settings import check_options, read_config
 
 
@@ -46,7 +46,7 @@ class FlexFloorReplica(RolloutReplica):
         actor: Any = ray.remote(RolloutServer).options(
             name=SERVER,
             num_cpus=0,
-            max_concurrency=self.max_concurrency,
+            max_concurrency=MOST_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=nodes.pop(), soft=False),
             runtime_env={"env_vars": dict.fromkeys(get_platform().ray_noset_envvars(), "1")},
         )

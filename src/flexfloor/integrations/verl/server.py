@@ -25,6 +25,9 @@ from flexfloor.world.profiles import load_profile
 SERVER = "flexfloor_server"
 """Name of the actor, within the run's Ray namespace."""
 
+MOST_CALLS = 100_000
+"""Calls that may wait in the actor at once: all first requests of a batch wait there for one another."""
+
 
 class RolloutServer:
     """Verbs that verl calls, and (last) those of this package. One event loop runs them all."""
@@ -143,6 +146,7 @@ class RolloutServer:
 
     async def memory(self) -> list[int]:
         """Bytes that each worker's process holds beside what it shares with others."""
+        await self._quiet()
         status = await asyncio.to_thread(self.fleet.status)
         return [w.memory_bytes for w in status.workers]
 
@@ -154,6 +158,8 @@ class RolloutServer:
 
     async def announce(self, announcement: Announcement, folder: str) -> None:
         """The prompts of a batch, before any of its requests is sent. folder: where the run keeps its files."""
+        if (sessions := len(announcement.sessions)) > MOST_CALLS // 2:
+            raise InputError(f"a batch asks for {sessions} samples; a rollout takes {MOST_CALLS // 2}: make it smaller")
         current = self._current
         if current is not None and current.takes_more and current.split == announcement.split:
             current.extend(announcement)
