@@ -96,6 +96,7 @@ class Arena:
             _forget(self._bytes)
         else:
             self._bytes.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()  # else torch keeps it for this process alone
 
     def restore(self) -> None:
         """The opposite of `release`: memory again, with nothing in it."""
