@@ -99,7 +99,7 @@ has-chromium:
 # What the demo has left is not made anew.
 report-picture: has-chromium  ## docs/report.png, the picture of the README, from the report of `make demo`
 	@test -f $(DEMO)/report.html || { echo "$(DEMO)/report.html is missing; run make demo first" >&2; exit 1; }
-	profile=$$(mktemp -d) && $(CHROMIUM) --user-data-dir=$$profile --virtual-time-budget=20000 --window-size=1160,1090 \
+	profile=$$(mktemp -d) && $(CHROMIUM) --user-data-dir=$$profile --virtual-time-budget=20000 --window-size=1160,1150 \
 	  --screenshot=$(CURDIR)/docs/report.png file://$(CURDIR)/$(DEMO)/report.html 2>/dev/null && rm -rf $$profile
 
 test-reasoning-gym: $(VENV)/.reasoning-gym  ## training on reasoning-gym's tasks (compiles some of its dependencies)
