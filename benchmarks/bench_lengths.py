@@ -62,7 +62,7 @@ class Arm:
         tokens = sum(s.response_tokens for s in own)
         if what == "iteration":
             return tokens / sum(s.occupied_iterations for s in own)
-        return tokens / sum(s.occupied_worker_s + s.workers * s.regrow_s for s in own)
+        return tokens / sum(s.occupied_worker_s + s.workers * (s.regrow_s or 0.0) for s in own)
 
     def hashes(self) -> list[str | None]:
         return [s.responses_sha256 for epoch in sorted(self.summaries) for s in self.summaries[epoch]]

@@ -160,7 +160,7 @@ def judge(case: Case, runs: Sequence[Run], rows: Sequence[str], everywhere: bool
 
 def _harm(case: Case, runs: Sequence[Run], slowdown: float) -> Iterator[Verdict]:
     value = {
-        (run.knowledge, run.cell): run.summary.tokens_per_occupied_s_with_regrow
+        (run.knowledge, run.cell): run.summary.occupied_rate
         for run in runs
         if (run.policy, run.max_slowdown) == ("flexfloor", slowdown)
     }

@@ -11,6 +11,7 @@ import pytest
 
 from flexfloor.errors import InputError
 from flexfloor.ledger.accounting import iteration_ends, summarize
+from flexfloor.ledger.comparison import compare_summaries
 from flexfloor.ledger.events import (
     LedgerWriter,
     assign_record,
@@ -20,6 +21,8 @@ from flexfloor.ledger.events import (
     start_record,
     submit_record,
 )
+from flexfloor.ledger.metrics import rollout_metrics
+from flexfloor.ledger.timing import split_time
 from flexfloor.progress import (
     FleetInfo,
     ModelShape,
@@ -168,6 +171,11 @@ def test_a_killed_run_is_summed_up_as_far_as_it_goes():
     summary = summarize(hand_written()[:4])
     assert not summary.complete
     assert (summary.requests, summary.iterations, summary.wall_s) == (2, 4, 10.0)
+    assert (summary.regrow_s, summary.tokens_per_occupied_s_with_regrow) == (None, None)
+    assert summary.occupied_rate == summary.tokens_per_occupied_s
+    logged = rollout_metrics(summary, split_time(hand_written()[:4]))
+    assert "throughput_tok_s" in logged
+    assert not {"regrow_s", "tokens_per_occupied_s"} & set(logged)
     assert summary.response_tokens == 6  # 2 of the response that ended, 4 of the one under way
     assert summary.post_finish_share_iterations == (0 + 2 + 4) / 12
     assert summary.responses_sha256 is None
@@ -178,6 +186,29 @@ def test_a_run_killed_before_its_first_iteration_divides_nothing_by_zero():
     summary = summarize([start(2)])
     assert (summary.wall_s, summary.throughput_tok_s, summary.post_finish_share) == (0, 0, 0)
     assert summary.post_finish_share_iterations == 0
+
+
+def test_a_killed_run_is_told_of_up_to_its_last_record():
+    """Not only up to its last chunk: a resize and a decision after it took time in which workers were occupied."""
+    gone: dict[str, Any] = {
+        "type": "resize", "t0": 10.5, "t1": 11.0, "iteration": 4, "members": [0, 1], "leaving": [2], "joining": [],
+        "left_live": [], "experts": 0, "expert_bytes": 0, "requests": 0, "kv_bytes": 0, "failed": None, "predicted": {},
+    }  # fmt: skip
+    records = [*hand_written()[:4], gone, assign_record(12.0, 4, {0: ["c#0/0"]})]
+    summary = summarize(records)
+    assert (summary.wall_s, summary.stall_s) == (12.0, 0.5)
+    assert [w.occupied_s for w in summary.workers_detail] == [12.0, 12.0, 11.0]
+    begun = summarize([start(3), gone | {"t0": 0.25, "t1": 0.5, "iteration": 0}])
+    assert (begun.wall_s, begun.stall_s, begun.occupied_worker_s) == (0.5, 0.25, 1.5)
+
+
+def test_ratios_of_a_killed_run_are_withheld():
+    whole, cut = summarize(hand_written()), summarize(hand_written()[:4])
+    for summaries in ({"a": whole, "b": cut}, {"a": cut, "b": whole}):
+        other = compare_summaries(summaries, "a")[1]
+        assert (other.throughput_ratio, other.tokens_per_occupied_iteration_ratio) == (None, None)
+        assert other.tokens_per_occupied_s_with_regrow_ratio is None
+    assert compare_summaries({"a": whole, "b": whole}, "a")[1].throughput_ratio == 1
 
 
 def test_one_iteration_chunks_give_the_same_iteration_counts():
@@ -237,6 +268,13 @@ def test_every_truncation_of_a_ledger_can_be_read(tmp_path: Path):
         ('{"type": "start", "schema": 99}\n', "ledger schema 99"),
         ('{"type": "start", "schema": 1}\nnonsense\n{"type": "end"}\n', "line 2 is not JSON"),
         ('[1]\n{"type": "end"}\n', "line 1 is not a ledger record"),
+        (2 * '{"type": "start", "schema": 1}\n', "line 2 is a second start record"),
+        ('{"type": "start", "schema": 1}\n{"type": "submit", "t": NaN}\n', "line 2: t is not a finite number"),
+        ('{"type": "start", "schema": 1}\n{"type": "chunk", "t0": 0, "t1": 1e999}\n', "line 2: t1 is not a finite"),
+        (
+            '{"type": "start", "schema": 1}\n{"type": "chunk", "workers": [{"seconds": [-Infinity]}]}\n',
+            "seconds is not",
+        ),
     ],
 )
 def test_what_is_not_a_ledger_is_refused(tmp_path: Path, text: str, told: str):

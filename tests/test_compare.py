@@ -31,7 +31,13 @@ MOVED: dict[str, Any] = {"leaving": [], "joining": [], "failed": None}
 
 
 def summary(**values: Any) -> Summary:
-    usual: dict[str, Any] = {"response_tokens": 1000, "responses_sha256": "a", "logprobs_sha256": "b"}
+    usual: dict[str, Any] = {
+        "complete": True,
+        "response_tokens": 1000,
+        "tokens_per_occupied_s_with_regrow": 0.0,
+        "responses_sha256": "a",
+        "logprobs_sha256": "b",
+    }
     return replace(summarize([START]), **(usual | values))
 
 

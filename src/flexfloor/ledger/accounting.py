@@ -58,8 +58,8 @@ class WorkerSummary:
 class Summary:
     """`summary.json`. Suffix `_s` is seconds; formulas are in the module's docstring.
 
-    complete: the ledger has its end record. Without one (a killed run) `wall_s` runs to the last chunk, tokens of
-    responses under way count, and what only the end record knows (hashes, peaks) is None.
+    complete: the ledger has its end record. Without one (a killed run) `wall_s` runs to the last record, tokens of
+    responses under way count, and what only the end record knows (regrow, hashes, peaks) is None.
     """
 
     schema: int
@@ -75,10 +75,10 @@ class Summary:
     occupied_worker_s: float
     occupied_iterations: int
     tokens_per_occupied_s: float
-    tokens_per_occupied_s_with_regrow: float
+    tokens_per_occupied_s_with_regrow: float | None
     post_finish_share: float
     post_finish_share_iterations: float
-    regrow_s: float
+    regrow_s: float | None
     iterations: int
     preemptions: int
     resizes: tuple[dict[str, Any], ...]
@@ -98,7 +98,13 @@ class Summary:
     profile: str | None
     paced_overrun_share: float | None  # None without pace, like the two above and the one below
     pace_valid: bool | None
-    emulated: dict[str, float] | None  # seconds of the profile's device, and rates by them; None without pace
+    emulated: Mapping[str, Any] | None  # seconds of the profile's device, and rates by them; None without pace
+
+    @property
+    def occupied_rate(self) -> float:
+        """`tokens_per_occupied_s_with_regrow`; of a killed run, where nobody knows it, without."""
+        known = self.tokens_per_occupied_s_with_regrow
+        return self.tokens_per_occupied_s if known is None else known
 
     def to_json(self) -> dict[str, Any]:
         """The summary as the object of `summary.json`."""
@@ -197,7 +203,7 @@ def summarize(records: Sequence[Record]) -> Summary:
 
     workers = fleet["workers"]
     ends_of = [iteration_ends(chunk) for chunk in chunks]
-    wall_s = _last_response(chunks, ends_of) if end else max((c["t1"] for c in chunks), default=0.0)
+    wall_s = _last_response(chunks, ends_of) if end else max(r.get("t1", r.get("t", 0.0)) for r in records)
     iterations = max((c["first_iteration"] + c["iterations"] for c in chunks), default=0)
     last = _last_live(chunks, ends_of, workers)
     occupied_s, occupied_iterations = [wall_s] * workers, [iterations] * workers
@@ -220,7 +226,8 @@ def summarize(records: Sequence[Record]) -> Summary:
     response_tokens = sum(f["response_tokens"] for f in finished) if end else sum(c["tokens"] for c in chunks)
     ended = Counter(f["worker"] for f in finished)
     closing = {w["worker"]: w for w in end["workers"]} if end else {}
-    regrow_s = end["regrow_s"] if end else 0.0
+    regrow_s = end["regrow_s"] if end else None
+    occupied_with_regrow_s = None if regrow_s is None else total_s + workers * regrow_s
     pace = fleet.get("pace")
     overrun_share = None if pace is None else _overrun_share(chunks, iterations)
 
@@ -238,7 +245,9 @@ def summarize(records: Sequence[Record]) -> Summary:
         occupied_worker_s=total_s,
         occupied_iterations=total_iterations,
         tokens_per_occupied_s=_ratio(response_tokens, total_s),
-        tokens_per_occupied_s_with_regrow=_ratio(response_tokens, total_s + workers * regrow_s),
+        tokens_per_occupied_s_with_regrow=None
+        if occupied_with_regrow_s is None
+        else _ratio(response_tokens, occupied_with_regrow_s),
         post_finish_share=_ratio(idle_s, total_s),
         post_finish_share_iterations=_ratio(idle_iterations, total_iterations),
         regrow_s=regrow_s,
@@ -280,6 +289,8 @@ def summarize(records: Sequence[Record]) -> Summary:
             "occupied_worker_s": total_s / pace,
             "throughput_tok_s": _ratio(response_tokens, wall_s / pace),
             "tokens_per_occupied_s": _ratio(response_tokens, total_s / pace),
-            "tokens_per_occupied_s_with_regrow": _ratio(response_tokens, (total_s + workers * regrow_s) / pace),
+            "tokens_per_occupied_s_with_regrow": None
+            if occupied_with_regrow_s is None
+            else _ratio(response_tokens, occupied_with_regrow_s / pace),
         },
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ BASELINES = ("static", "static-spread")
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One policy against the baseline. Ratios are its value over the baseline's, so above 1 is better.
+    """One policy against the baseline. Ratios are its value over the baseline's, so above 1 is better; None where one
+    of the two was cut off before its end.
 
     equal: both hashes are the baseline's. resizes: changes of the active set that were carried out.
     """
@@ -21,10 +22,10 @@ class ComparisonRow:
     policy: str
     iterations: int
     occupied_iterations: int
-    tokens_per_occupied_iteration_ratio: float
+    tokens_per_occupied_iteration_ratio: float | None
     wall_s: float
-    throughput_ratio: float
-    tokens_per_occupied_s_with_regrow_ratio: float
+    throughput_ratio: float | None
+    tokens_per_occupied_s_with_regrow_ratio: float | None
     post_finish_share: float
     post_finish_share_iterations: float
     preemptions: int
@@ -46,12 +47,10 @@ def compare_summaries(summaries: Mapping[str, Summary], baseline: str | None = N
             policy=name,
             iterations=own.iterations,
             occupied_iterations=own.occupied_iterations,
-            tokens_per_occupied_iteration_ratio=_ratio(_per_occupied_iteration(own), _per_occupied_iteration(base)),
+            tokens_per_occupied_iteration_ratio=_ratio(own, base, _per_occupied_iteration),
             wall_s=own.wall_s,
-            throughput_ratio=_ratio(own.throughput_tok_s, base.throughput_tok_s),
-            tokens_per_occupied_s_with_regrow_ratio=_ratio(
-                own.tokens_per_occupied_s_with_regrow, base.tokens_per_occupied_s_with_regrow
-            ),
+            throughput_ratio=_ratio(own, base, lambda s: s.throughput_tok_s),
+            tokens_per_occupied_s_with_regrow_ratio=_ratio(own, base, lambda s: s.occupied_rate),
             post_finish_share=own.post_finish_share,
             post_finish_share_iterations=own.post_finish_share_iterations,
             preemptions=own.preemptions,
@@ -64,11 +63,13 @@ def compare_summaries(summaries: Mapping[str, Summary], baseline: str | None = N
 
 
 def _per_occupied_iteration(summary: Summary) -> float:
-    return _ratio(summary.response_tokens, summary.occupied_iterations)
+    return summary.response_tokens / max(1, summary.occupied_iterations)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+def _ratio(own: Summary, base: Summary, value: Callable[[Summary], float]) -> float | None:
+    if not (own.complete and base.complete):
+        return None
+    return value(own) / value(base) if value(base) > 0 else 0.0
 
 
 def _hashes(summary: Summary) -> tuple[str | None, str | None]:

@@ -20,6 +20,7 @@ Times `t*` are seconds since the first request was handed over.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -194,6 +195,24 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not belong into a ledger")
 
 
+def _check_times(record: Mapping[str, Any]) -> str | None:
+    """What is wrong with the times of a record, if anything is: every other number of it is a count."""
+    for name in ("t", "t0", "t1", "regrow_s"):
+        if not _finite(record.get(name, 0.0)):
+            return name
+    if record["type"] == "chunk":
+        try:
+            seconds = sum(sum(entry["seconds"]) for entry in record["workers"])
+        except (KeyError, TypeError):
+            return None  # no chunk at all, as whoever needs it will find
+        return None if _finite(seconds) else "seconds"
+    return None
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """All records of a ledger file; a half-written last line (a killed run) is left out.
 
@@ -216,6 +235,13 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
             raise InputError(f"{path}: line {number} is not JSON; is this a ledger?") from None
         if not isinstance(record, dict) or "type" not in record:
             raise InputError(f"{path}: line {number} is not a ledger record; is this a ledger?")
+        if records and record["type"] == "start":
+            raise InputError(
+                f"{path}: line {number} is a second start record: these are several ledgers in one file; give each "
+                "rollout a file of its own"
+            )
+        if (wrong := _check_times(record)) is not None:
+            raise InputError(f"{path}: line {number}: {wrong} is not a finite number of seconds; is this a ledger?")
         records.append(record)
     if not records or records[0]["type"] != "start":
         raise InputError(f"{path}: does not begin with a start record; is this a ledger?")

@@ -12,11 +12,11 @@ PREFIX = "flexfloor/"
 def rollout_metrics(summary: Summary, split: TimeSplit) -> dict[str, float]:
     """Of one rollout: name without prefix → value; units stand in the names.
 
-    released_workers: that gave their memory back before it ended.
+    released_workers: that gave their memory back before it ended. A run without its end lacks what only that tells:
+    `regrow_s`, and `tokens_per_occupied_s`, in which it counts.
     """
     resizes = [r for r in summary.resizes if r["failed"] is None]
     shown: dict[str, float] = {
-        "tokens_per_occupied_s": summary.tokens_per_occupied_s_with_regrow,
         "tokens_per_occupied_iteration": summary.response_tokens / max(1, summary.occupied_iterations),
         "throughput_tok_s": summary.throughput_tok_s,
         "post_finish_share": summary.post_finish_share,
@@ -31,8 +31,10 @@ def rollout_metrics(summary: Summary, split: TimeSplit) -> dict[str, float]:
         "prefill_s": split.prefill_s,
         "decode_s": split.decode_s,
         "resize_s": split.resize_s,
-        "regrow_s": summary.regrow_s,
     }
+    if summary.regrow_s is not None and summary.tokens_per_occupied_s_with_regrow is not None:
+        shown["tokens_per_occupied_s"] = summary.tokens_per_occupied_s_with_regrow
+        shown["regrow_s"] = summary.regrow_s
     if summary.paced_overrun_share is not None:
         shown["paced_overrun_share"] = summary.paced_overrun_share
     return shown

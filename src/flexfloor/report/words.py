@@ -65,7 +65,7 @@ def describe_summary(summary: Summary) -> str:
     """The figures of a rollout that policies are compared by, in a line."""
     return (
         f"{summary.policy}: {format_seconds(summary.wall_s)}, {format_rate(summary.throughput_tok_s)} tok/s, "
-        f"{format_rate(summary.tokens_per_occupied_s_with_regrow)} tokens per occupied s, "
+        f"{format_rate(summary.occupied_rate)} tokens per occupied s, "
         f"post-finish share {summary.post_finish_share:.1%}"
     )
 

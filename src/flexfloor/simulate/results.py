@@ -104,7 +104,7 @@ def _row(runs: Sequence[Run], known: dict[tuple, Run]) -> Row:
         max_slowdown=first.max_slowdown,
         seeds=len(runs),
         ran=tuple(run.ran for run in runs),
-        tokens_per_occupied_s=Spread.of(run.summary.tokens_per_occupied_s_with_regrow for run in runs),
+        tokens_per_occupied_s=Spread.of(run.summary.occupied_rate for run in runs),
         throughput_tok_s=Spread.of(run.summary.throughput_tok_s for run in runs),
         ratios={name: ratios for name in BASELINES if (ratios := _ratios(runs, name, known)) is not None},
         post_finish_share=Spread.of(run.summary.post_finish_share for run in runs),
@@ -129,10 +129,7 @@ def _ratios(runs: Sequence[Run], name: str, known: dict[tuple, Run]) -> tuple[Sp
     if len(whole) < len(runs):
         return None
     return (
-        Spread.of(
-            run.summary.tokens_per_occupied_s_with_regrow / base.summary.tokens_per_occupied_s_with_regrow
-            for run, base in whole
-        ),
+        Spread.of(run.summary.occupied_rate / base.summary.occupied_rate for run, base in whole),
         Spread.of(run.summary.throughput_tok_s / base.summary.throughput_tok_s for run, base in whole),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.fleets.simulation import SimulatedFleet
 from flexfloor.ledger.accounting import Summary
+from flexfloor.ledger.events import LedgerWriter
 from flexfloor.progress import ModelShape
 from flexfloor.requests import Request
 from flexfloor.rollout import rollout
@@ -30,6 +31,7 @@ from flexfloor.world.memory import format_bytes
 BEST_FIXED = "fixed:best"
 _MOST_WORKERS = 4096  # that a remedy names
 WITHOUT_KNOWLEDGE = ("static-spread", "static-grouped")
+_TELL_S = 1.0  # between two looks at the processes
 _FIXED_SHARES = (0.75, 0.5)  # of the fleet, and of its half, quarter, …
 _HOPELESS = 0.9  # of the throughput limit: where fewer workers come below it twice, still fewer are not tried
 
@@ -108,7 +110,7 @@ class Run:
     @property
     def occupied_s(self) -> float:
         """Worker-seconds, with those that bringing workers back takes."""
-        return self.summary.occupied_worker_s + self.summary.workers * self.summary.regrow_s
+        return self.summary.occupied_worker_s + self.summary.workers * (self.summary.regrow_s or 0.0)
 
     def to_json(self) -> dict[str, Any]:
         cell = {"workers": self.cell.workers, "load": self.cell.load, "seed": self.cell.seed}
@@ -132,9 +134,17 @@ def _asked(experiment: Experiment) -> Iterator[tuple[str, str | None, float | No
                 yield policy, knowledge, slowdown
 
 
-def run_cell(experiment: Experiment, cell: Cell, on_begin: Callable[[str], None] = lambda what: None) -> Iterator[Run]:
-    """All policies on one workload. on_begin: told what begins. Raises FlexFloorError naming the run."""
-    return _CellRunner(experiment, cell, on_begin).runs()
+def run_cell(
+    experiment: Experiment,
+    cell: Cell,
+    on_begin: Callable[[str], None] = lambda what: None,
+    on_record: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Iterator[Run]:
+    """All policies on one workload. on_begin: told what begins; on_record: every record of the ledgers.
+
+    Raises FlexFloorError naming the run.
+    """
+    return _CellRunner(experiment, cell, on_begin, on_record).runs()
 
 
 @dataclass
@@ -142,9 +152,11 @@ class _CellRunner:
     experiment: Experiment
     cell: Cell
     on_begin: Callable[[str], None]
+    on_record: Callable[[Mapping[str, Any]], None] | None
     _done: dict[tuple[str, str | None, float | None], Summary] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.on_begin(f"{self.cell}, requests")
         self.workload = self.experiment.scenario.draw(self.cell.workers * self.cell.load, self.cell.seed)
         self.requests = {known: self.workload.requests(known=known) for known in self._known()}
         work = self.workload
@@ -173,6 +185,7 @@ class _CellRunner:
             limit = summary.wall_s
             if slowdown is not None:
                 limit = max(limit, self._summary("planned", knowledge).wall_s / (1 - slowdown))
+            self.on_begin(f"{self.cell}, bound of {ran}")
             bound, reference = self._references(limit)
             yield Run(self.cell, policy, ran, knowledge, slowdown, summary, bound, reference)
 
@@ -188,7 +201,7 @@ class _CellRunner:
     def _best_fixed(self, knowledge: str | None, slowdown: float) -> str:
         """In hindsight the fixed number of workers that occupies least, among those that keep the throughput."""
         planned = self._summary("planned", knowledge)
-        best, most = "planned", planned.tokens_per_occupied_s_with_regrow
+        best, most = "planned", planned.occupied_rate
         lowest = (1 - max(self.experiment.max_slowdown)) * planned.throughput_tok_s * _HOPELESS
         slow = 0
         for count in fixed_counts(self.cell.workers):
@@ -200,8 +213,8 @@ class _CellRunner:
                 break
             slow = slow + 1 if found.throughput_tok_s < lowest else 0
             kept = found.throughput_tok_s >= (1 - slowdown) * planned.throughput_tok_s
-            if kept and found.tokens_per_occupied_s_with_regrow > most:
-                best, most = f"fixed:{count}", found.tokens_per_occupied_s_with_regrow
+            if kept and found.occupied_rate > most:
+                best, most = f"fixed:{count}", found.occupied_rate
         return best
 
     def _summary(self, policy: str, knowledge: str | None, slowdown: float | None = None) -> Summary:
@@ -218,6 +231,7 @@ class _CellRunner:
 
     def _simulate(self, policy: str, knowledge: str, slowdown: float | None) -> Summary:
         experiment = self.experiment
+        path = experiment.ledgers and experiment.ledgers / ledger_name(self.cell, policy, knowledge, slowdown)
         fleet = SimulatedFleet(
             experiment.shape,
             experiment.device,
@@ -237,7 +251,7 @@ class _CellRunner:
             max_slowdown=0.02 if slowdown is None else slowdown,
             profile=experiment.device,
             chunk=experiment.chunk,
-            ledger=experiment.ledgers and experiment.ledgers / ledger_name(self.cell, policy, knowledge, slowdown),
+            ledger=LedgerWriter(path, on_record=self.on_record),
         ).summary
 
 
@@ -261,27 +275,29 @@ def run_all(
     jobs: int = 1,
     on_runs: Callable[[int], None] = lambda count: None,
     on_begin: Callable[[str], None] = lambda what: None,
+    on_record: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> list[Run]:
     """The runs of all cells, in the order of the cells. on_runs: told how many more are done; on_begin: what runs now.
 
-    jobs: processes; with one, everything happens in this one. However the call ends, no process is left.
+    jobs: processes; with one, everything happens in this one, and `on_record` is told every record of the ledgers. With
+    more, `on_begin` is told about every second. However the call ends, no process is left.
     """
     if jobs == 1:
         runs = []
         for cell in cells:
-            for run in run_cell(experiment, cell, on_begin):
+            for run in run_cell(experiment, cell, on_begin, on_record):
                 runs.append(run)
                 on_runs(1)
         return runs
     with _processes(min(jobs, len(cells))) as pool:
         futures = {pool.submit(_run_cell, experiment, cell): cell for cell in cells}
         done: dict[Cell, list[Run]] = {}
-        on_begin(str(cells[0]))
-        for future in as_completed(futures):
-            done[futures[future]] = future.result()
-            on_runs(len(done[futures[future]]))
-            if left := [cell for cell in cells if cell not in done]:
-                on_begin(str(left[0]))  # they are begun in this order
+        while left := [cell for cell in cells if cell not in done]:
+            on_begin(str(left[0]))  # they are begun in this order
+            ended, _ = wait([f for f in futures if futures[f] not in done], _TELL_S, FIRST_COMPLETED)
+            for future in ended:
+                done[futures[future]] = future.result()
+                on_runs(len(done[futures[future]]))
     return [run for cell in cells for run in done[cell]]
 
 

@@ -153,7 +153,7 @@ class FlexFloorRollout:
         assert self._callback is not None
         clock = self._callback.clock
         spent = time.perf_counter() - begin
-        generation = split.prefill_s + split.decode_s + split.resize_s + result.summary.regrow_s
+        generation = split.prefill_s + split.decode_s + split.resize_s + (result.summary.regrow_s or 0.0)
         clock.rollout_s += spent
         clock.generation_s += generation
         values |= {"rollout_s": spent, "bookkeeping_s": spent - generation - split.plan_s - values["sync_s"]}
