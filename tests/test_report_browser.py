@@ -116,7 +116,7 @@ def check(browser: Browser) -> None:
              return [e.id, svg ? svg.getBoundingClientRect().width : 0, box.width, box.height,
                      e.querySelectorAll('.trace, .hm, .bars, .scatterlayer path').length, e.scrollWidth];})"""
     )
-    assert charts
+    assert bool(charts) != ("No iteration yet" in browser.ask("return document.body.textContent"))
     assert int(browser.ask("return document.body.dataset.drawn")) == len(charts)
     for name, drawn, width, height, marks, scrolled in charts:
         assert height >= 90, name

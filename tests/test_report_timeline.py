@@ -109,8 +109,8 @@ def test_nothing_has_happened_yet():
 
 
 def test_groups_are_of_workers_that_left_together():
-    assert group_workers([None, 1.0, 2.0], 3) == [[0], [1], [2]]
-    assert group_workers([1.0, None, 3.0, None, 2.0], 3) == [[1, 3], [2, 4], [0]]
+    assert group_workers([None, 1.0, 2.0], [3.0, 1.0, 2.0], 3) == [[0], [1], [2]]
+    assert group_workers([1.0, None, 3.0, None, 2.0], [1.0, 9.0, 3.0, 9.0, 2.0], 3) == [[1, 3], [2, 4], [0]]
     values = np.array([[1.0], [5.0], [np.nan], [3.0], [np.nan]])
     assert fullest_of(values, [[1, 3], [0, 2]]).tolist() == [[5.0], [1.0]]
 

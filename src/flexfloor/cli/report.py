@@ -20,6 +20,8 @@ def run_report(ledgers: Sequence[Path], out: Path) -> int:
     for path in ledgers:
         if path.is_file() and (size := path.stat().st_size) >= _LARGE:
             print(f"reading {path} ({format_bytes(size)})", file=sys.stderr, flush=True)
-    write_report(out, ledgers)
+    for path in write_report(out, ledgers):
+        told = "the run was cut off; the report tells of it as far as the ledger goes"
+        print(f"  incomplete  {path}: {told}", file=sys.stderr, flush=True)
     print(f"  report  {out} ({format_bytes(out.stat().st_size)})")
     return 0

@@ -242,7 +242,8 @@ class FlexFloorPolicy(PlannedPolicy):
                 "remaining_occupied_s": option.occupied_s,
                 "saved_worker_s": saved,
             }
-            reason = f"{count} are enough for what is left; saves {saved:.3g} worker-s of {stay.occupied_s:.3g}"
+            enough = f"{count} {'is' if count == 1 else 'are'} enough"
+            reason = f"{enough} for what is left; saves {saved:.3g} worker-s of {stay.occupied_s:.3g}"
             try:
                 plan = plan_shrink(status, sorted(by_kv[count:]), homes, reason, predicted)
             except PlanRefusedError:

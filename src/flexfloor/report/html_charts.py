@@ -8,9 +8,22 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from flexfloor.report.html_figure import AMBER, BLUE, GREEN, GREY, PALETTE, RED, VIOLET, make_figure, steps
+from flexfloor.report.html_figure import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    PALETTE,
+    RED,
+    VIOLET,
+    make_figure,
+    shorten,
+    steps,
+    whole_ticks,
+)
 from flexfloor.report.html_words import tell_resize
-from flexfloor.report.timeline import STATES, Timeline, group_workers, main_states
+from flexfloor.report.timeline import STATES, Timeline, main_states
+from flexfloor.report.words import shorten_name
 
 MOST_ROWS, MOST_BINS = 64, 1000
 _LINE_BINS = 400  # of line charts, which are narrower
@@ -30,13 +43,13 @@ STATE_COLOURS = {
 Resizes = Sequence[Mapping[str, Any]]
 
 
-def gantt(line: Timeline, released_at: Sequence[float | None], resizes: Resizes, end_s: float) -> go.Figure:
-    """A row for each worker, or for some who left at about the same time, coloured by the main state of each bin.
+def gantt(line: Timeline, groups: Sequence[Sequence[int]], resizes: Resizes, end_s: float) -> go.Figure:
+    """A row for each group of workers, coloured by the main state of each bin.
 
-    resizes: records, marked above the rows. end_s: where the axis ends, the same for charts below each other.
+    groups: of `group_workers`. resizes: records, marked above the rows. end_s: where the axis ends, the same for
+    charts below each other.
     The page makes what a pointer on a bin shows from `meta`, the names of states and rows.
     """
-    groups = group_workers(released_at, MOST_ROWS)
     single = len(groups) == line.workers
     edges = line.bins(MOST_BINS)
     state, live = main_states(line, groups, edges)
@@ -91,7 +104,7 @@ def states_over_time(line: Timeline, end_s: float) -> go.Figure:
         "seconds",
         "workers",
         xaxis={"range": [0, end_s]},
-        yaxis={"rangemode": "tozero"},
+        yaxis={"rangemode": "tozero"} | whole_ticks(line.workers),
         hovermode="x unified",
         showlegend=False,
     )
@@ -146,16 +159,19 @@ def _wrap(text: str, width: int = 48) -> str:
     return "<br>".join(lines)
 
 
-def _two_panels(upper: Sequence[Any], lower: Sequence[Any], units: tuple[str, str]) -> go.Figure:
-    """Two charts above each other on one axis of time; traces of the lower one are on `y2`."""
+def _two_panels(
+    upper: Sequence[Any], lower: Sequence[Any], units: tuple[str, str], counts: tuple[float, float] = (np.inf, np.inf)
+) -> go.Figure:
+    """Two charts above each other on one axis of time; traces of the lower one are on `y2`. counts: up to which the
+    axes count, where they count something."""
     return make_figure(
         [*upper, *lower],
         330,
         "seconds",
         units[0],
         xaxis={"anchor": "y2"},
-        yaxis={"domain": [0.56, 1], "rangemode": "tozero"},
-        yaxis2={"domain": [0, 0.44], "rangemode": "tozero", "title": {"text": units[1]}},
+        yaxis={"domain": [0.56, 1], "rangemode": "tozero"} | whole_ticks(counts[0]),
+        yaxis2={"domain": [0, 0.44], "rangemode": "tozero", "title": {"text": units[1]}} | whole_ticks(counts[1]),
         hovermode="x unified",
     )
 
@@ -164,13 +180,15 @@ def activity(line: Timeline) -> go.Figure:
     """Active workers, and requests below."""
     edges = line.bins(_LINE_BINS)
     below = {"yaxis": "y2", "stackgroup": "all", "hovertemplate": "%{y:.0f}"}
+    running = line.live.sum(axis=0)
     return _two_panels(
         [steps(*line.active_set(), "active workers", BLUE, hovertemplate="%{y}")],
         [
-            steps(edges, line.mean(line.live.sum(axis=0), edges), "running requests", GREEN, **below),
+            steps(edges, line.mean(running, edges), "running requests", GREEN, **below),
             steps(edges, line.mean(line.waiting, edges), "waiting requests", GREY, **below),
         ],
         ("workers", "requests"),
+        (line.workers, float((running + line.waiting).max())),
     )
 
 
@@ -187,19 +205,70 @@ def throughput(line: Timeline) -> go.Figure:
 
 
 def active_sets(lines: Mapping[str, Timeline]) -> go.Figure:
-    """Active workers over time of several rollouts."""
+    """Active workers over time of several rollouts: a line for each, or a row where there are more than colours."""
+    if len(lines) > len(PALETTE):
+        return _active_rows(lines)
     traces = []
     for index, (name, line) in enumerate(lines.items()):
         edges, active = line.active_set()
         # Down to 0 at the end, so that it is seen who was through when.
         held, ends = np.append(active, 0), np.append(edges, edges[-1])
-        traces.append(steps(ends, held, name, PALETTE[index % len(PALETTE)], hovertemplate="%{y} workers"))
+        traces.append(steps(ends, held, shorten_name(name, 24), PALETTE[index], hovertemplate="%{y} workers"))
     return make_figure(
         traces,
         240,
         "seconds",
         "active workers",
+        yaxis={"rangemode": "tozero"} | whole_ticks(max(line.workers for line in lines.values())),
+        hovermode="x unified",
+        showlegend=True,
+    )
+
+
+def _active_rows(lines: Mapping[str, Timeline]) -> go.Figure:
+    edges = np.linspace(0.0, max(line.end_s for line in lines.values()), _LINE_BINS + 1)
+    rows = np.full((len(lines), _LINE_BINS), np.nan)  # nothing is drawn behind the end
+    for row, line in zip(rows, lines.values(), strict=True):
+        last = int(np.searchsorted(edges, line.end_s, side="left"))
+        own = np.minimum(edges[: last + 1], line.end_s)
+        row[:last] = line.mean(line.active().astype(float), own)
+    heat = go.Heatmap(
+        x=shorten(edges),
+        y=np.arange(1, len(lines) + 1),
+        z=shorten(rows),
+        text=[[shorten_name(name)] * _LINE_BINS for name in lines],
+        colorscale=[[0, "rgba(59, 130, 196, 0.12)"], [1, BLUE]],
+        zmin=0,
+        zmax=max(line.workers for line in lines.values()),
+        ygap=1,
+        colorbar={"thickness": 10, "outlinewidth": 0, "len": 1, "title": {"text": "active<br>workers"}},
+        hovertemplate="%{text}<br>%{x:.4~g} s: %{z:.4~g} active workers<extra></extra>",
+    )
+    return make_figure(
+        [heat],
+        int(np.clip(16 * len(lines), 160, 640)) + 50,
+        "seconds",
+        "rollout, in the order given",
+        yaxis={"autorange": "reversed", "showgrid": False, "zeroline": False} | whole_ticks(len(lines)),
+    )
+
+
+def by_rollout(names: Sequence[str], values: Sequence[float | None], axis: str) -> go.Figure:
+    """One number of several rollouts, in the order given. axis: what it is, with its unit."""
+    points = go.Scatter(
+        x=list(range(1, len(names) + 1)),
+        y=list(values),
+        text=[shorten_name(name) for name in names],
+        mode="lines+markers",
+        line={"color": BLUE, "width": 1.5},
+        hovertemplate="%{text}: %{y:,.4~g}<extra></extra>",
+    )
+    return make_figure(
+        [points],
+        200,
+        "rollout, in the order given",
+        axis,
+        xaxis=whole_ticks(len(names)) | {"range": [0.5, len(names) + 0.5]},
         yaxis={"rangemode": "tozero"},
-        hovermode="x unified" if len(lines) <= len(PALETTE) else "closest",
-        showlegend=len(lines) <= len(PALETTE),
+        hovermode="closest",
     )

@@ -35,6 +35,11 @@ def steps(edges: np.ndarray, values: np.ndarray, name: str, colour: str, **more:
     return go.Scatter(x=shorten(edges), y=shorten(held), name=name, mode="lines", line=line, **more)
 
 
+def whole_ticks(most: float) -> dict[str, Any]:
+    """Of an axis that counts up to `most`: no ticks between whole numbers."""
+    return {"dtick": 1} if most <= 6 else {}
+
+
 def shorten(values: np.ndarray) -> np.ndarray:
     """Half the bytes in the file; seven digits are more than a chart shows."""
     return np.asarray(values, dtype=np.float32)

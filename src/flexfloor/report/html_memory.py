@@ -9,11 +9,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from flexfloor.report.html_figure import BLUE, GREY, RED, VIOLET, make_figure, rule, shorten, steps
-from flexfloor.report.timeline import fullest_of, group_workers
+from flexfloor.report.timeline import fullest_of
 from flexfloor.report.timeline_memory import MemoryLine
 
 MEMORY_COLOURS = {"dense weights and reserve": GREY, "experts": VIOLET, "KV pages in use": BLUE}
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _SCALE = [[0, "rgba(59, 130, 196, 0.12)"], [0.6, BLUE], [0.9, VIOLET], [1, RED]]
 
 
@@ -69,12 +69,14 @@ def fleet_memory(memory: MemoryLine, end_s: float) -> go.Figure:
     )
 
 
-def memory_share(memory: MemoryLine, released_at: Sequence[float | None], end_s: float, rows: int) -> go.Figure:
-    """The share of a worker's room that experts and KV take; of workers that share a row, the fullest's."""
-    groups = group_workers(released_at, rows)
+def memory_share(memory: MemoryLine, groups: Sequence[Sequence[int]], end_s: float) -> go.Figure:
+    """The share of a worker's room that experts and KV take; of workers that share a row, the fullest's.
+
+    groups: of `group_workers`.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         share = (memory.experts + memory.kv) / memory.arena  # NaN once it is released
-    single = len(groups) == len(released_at)
+    single = len(groups) == len(memory.kv)
     heat = go.Heatmap(
         x=shorten(np.append(memory.t, end_s)),
         y=np.arange(len(groups)),

@@ -13,7 +13,7 @@ from flexfloor.errors import InputError
 from flexfloor.ledger.accounting import Summary, summarize
 from flexfloor.ledger.events import read_ledger
 from flexfloor.report.html_charts import MOST_BINS
-from flexfloor.report.timeline import Timeline, make_timeline
+from flexfloor.report.timeline import Timeline, group_workers, make_timeline
 from flexfloor.report.timeline_memory import MemoryLine, make_memory_line
 
 Record = Mapping[str, Any]
@@ -39,8 +39,8 @@ class Forecast:
 class Run:
     """name: the policy's, or more where that does not tell rollouts apart. source: where the records come from.
 
-    settings, started_at: of the start record. tokens: int64 [n], of each response that ended; cut: bool [n], by its
-    limit.
+    settings, started_at: of the start record. answered: the same number for the same requests. tokens: int64 [n], of
+    each response that ended; cut: bool [n], by its limit.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Run:
     summary: Summary
     settings: Mapping[str, Any]
     started_at: str
+    answered: int
     line: Timeline
     memory: MemoryLine | None
     tokens: np.ndarray
@@ -67,6 +68,7 @@ class Run:
             summary=summary,
             settings=records[0]["settings"],
             started_at=records[0].get("started_at", ""),
+            answered=hash(frozenset(f["request_id"] for f in finished)),
             line=line,
             memory=None if memory is None else memory.bins(line.bins(MOST_BINS)),
             tokens=np.array([f["response_tokens"] for f in finished], dtype=np.int64),
@@ -74,10 +76,16 @@ class Run:
             forecast=_forecast(records, finished),
         )
 
-    @property
-    def released_at(self) -> list[float | None]:
-        """Seconds, None for a worker that stayed."""
-        return [w.released_at_s for w in self.summary.workers_detail]
+    def rows(self, most: int) -> list[list[int]]:
+        """Workers in rows of a chart."""
+        detail = self.summary.workers_detail
+        return group_workers([w.released_at_s for w in detail], [w.finished_at_s for w in detail], most)
+
+
+def same_requests(runs: Sequence[Run]) -> bool:
+    """Whether the rollouts were asked for the same responses, as far as their ledgers go."""
+    asked = {(run.summary.requests, run.summary.prompt_tokens, run.summary.step) for run in runs}
+    return len(asked) == 1 and len({run.answered for run in runs if run.summary.complete}) <= 1
 
 
 def _forecast(records: Sequence[Record], finished: Sequence[Record]) -> Forecast | None:

@@ -64,7 +64,8 @@ def warnings_of(summary: Summary) -> Iterator[str]:
     if not summary.complete:
         yield (
             "Incomplete: the ledger has no end record, because the run was killed or still goes on. Everything here is "
-            "as of its last record, and tokens of responses under way count."
+            "as of its last record, and tokens of responses under way count; what bringing workers back takes is not "
+            "known."
         )
     if summary.pace_valid is False:
         yield (
@@ -84,30 +85,38 @@ def significant(value: float) -> str:
 
 
 def key_figures(summary: Summary) -> list[Figure]:
-    """The numbers at the top; all of them come from the summary as they are."""
+    """The numbers at the top; all of them come from the summary as they are. What it does not know is left out, and
+    before the first iteration rates and shares are."""
     peaks = [w.peak_kv_bytes for w in summary.workers_detail if w.peak_kv_bytes is not None]
-    rows = [
-        ("tokens_per_occupied_s_with_regrow", "per occupied worker-second", "tokens",
-         "response tokens over the time that all workers were occupied, bringing them back included"),
+    rated = "per occupied worker-second", "tokens", "response tokens over the time that all workers were occupied"
+    rates = [
+        ("tokens_per_occupied_s_with_regrow", *rated[:2], f"{rated[2]}, bringing them back included")
+        if summary.complete
+        else ("tokens_per_occupied_s", *rated),
         ("throughput_tok_s", "throughput", "tokens/s", "response tokens over wall time"),
         ("post_finish_share", "post-finish share", "%",
          "of occupied time: after a worker's last live request ended or left"),
-        ("wall_s", "wall time", "s", "from the first request handed over to the last response complete"),
+    ]  # fmt: skip
+    until = "the last response complete" if summary.complete else "the last record"
+    rows = [
+        *(rates if summary.iterations else ()),
+        ("wall_s", "wall time", "s", f"from the first request handed over to {until}"),
         ("occupied_worker_s", "occupied time", "worker-s", "of all workers: each until its release, or to the end"),
         ("response_tokens", "response tokens", "", "of all responses"),
         ("requests", "requests", "", "prompt samples to generate"),
         ("iterations", "iterations", "", "of the engine; each gives every live request at most one token"),
         ("occupied_iterations", "occupied iterations", "", "summed over workers; independent of the machine"),
-        ("stall_s", "stalled by resizes", "s", ""),
-        ("moved_bytes", "moved by resizes", "bytes", "experts and KV pages"),
+        ("stall_s", "stalled by resizes and moves", "s", "nobody generates meanwhile"),
+        ("moved_bytes", "moved by resizes and moves", "bytes", "experts and KV pages"),
         ("regrow_s", "regrow", "s", "bringing the workers back at the end"),
         ("preemptions", "preemptions", "", "requests that lost their KV pages and were recomputed"),
     ]  # fmt: skip
     figures = [
         Figure(key, label, *with_unit(getattr(summary, key), unit), getattr(summary, key), about)
         for key, label, unit, about in rows
+        if getattr(summary, key) is not None
     ]
-    if summary.emulated is not None:
+    if summary.emulated is not None and summary.iterations:
         figures += [
             Figure(f"emulated.{key}", label, *with_unit(summary.emulated[key], unit), summary.emulated[key],
                    f"in seconds of the emulated device: one for every {summary.pace:g} of the run")
@@ -159,9 +168,9 @@ def tell_resize(resize: Record) -> str:
     moved = []
     if count := resize["requests"]:
         kv = f" ({format_bytes(resize['kv_bytes'])} of KV)" if resize["kv_bytes"] else ""
-        moved.append(f"{_plural(count, 'request')}{kv}")
+        moved.append(f"{plural(count, 'request')}{kv}")
     if count := resize["experts"]:
-        moved.append(f"{_plural(count, 'expert')} ({format_bytes(resize['expert_bytes'])})")
+        moved.append(f"{plural(count, 'expert')} ({format_bytes(resize['expert_bytes'])})")
     told = f"{' and '.join(moved) or 'nothing'} moved"
     told = f"{who} at {at_time(resize['t1'])}: {told}" if who else f"{told} between workers at {at_time(resize['t1'])}"
     told += f", everyone stalled for {1e3 * (resize['t1'] - resize['t0']):.3g} ms"
@@ -186,5 +195,5 @@ def _outcome(record: Record) -> str:
     )
 
 
-def _plural(count: int, word: str) -> str:
+def plural(count: int, word: str) -> str:
     return f"{format_count(count)} {word}{'' if count == 1 else 's'}"

@@ -20,7 +20,8 @@ Record = Mapping[str, Any]
 
 STATES = ("prefill", "decode", "idle", "stall", "planning", "released")
 """Of a worker. prefill: computes prompt tokens, of whichever of its requests; decode: no prompt token, but a live
-request; idle: none, but occupied; stall: waits for a resize; planning: waits for the driver between two advances."""
+request; idle: none, but occupied; stall: waits for a resize or a move; planning: waits for the driver between two
+advances."""
 PREFILL, DECODE, IDLE, STALL, PLANNING, RELEASED = range(len(STATES))
 
 
@@ -80,14 +81,17 @@ class Timeline:
         return np.linspace(0.0, self.end_s, count + 1)
 
 
-def group_workers(released_at: Sequence[float | None], most: int) -> list[list[int]]:
+def group_workers(released_at: Sequence[float | None], finished_at: Sequence[float], most: int) -> list[list[int]]:
     """Workers in rows of a chart, in at most `most` rows: one in each while there are so few; else as many in each, who
-    left at about the same time, those that stayed longest first."""
+    left at about the same time, those that stayed longest first; of those that stayed to the end, or left together,
+    those first whose work ended last, so that idle workers share rows.
+
+    released_at: seconds, None for a worker that stayed; finished_at: seconds, end of its work."""
     workers = len(released_at)
     if workers <= most:
         return [[w] for w in range(workers)]
     left = [np.inf if at is None else at for at in released_at]
-    order = sorted(range(workers), key=lambda w: (-left[w], w))
+    order = sorted(range(workers), key=lambda w: (-left[w], -finished_at[w], w))
     size = -(-workers // most)
     return [order[first : first + size] for first in range(0, workers, size)]
 
@@ -123,7 +127,7 @@ def main_states(line: Timeline, groups: Sequence[Sequence[int]], edges: np.ndarr
 def make_timeline(records: Sequence[Record], end_s: float) -> Timeline:
     """records: as `read_ledger` gives them; end_s: of the rollout, the summary's `wall_s`; what is later is cut off."""
     workers = records[0]["fleet"]["workers"]
-    blocks = list(_blocks(records, workers))
+    blocks = list(_blocks(records, workers, end_s))
     if not blocks or end_s <= 0:
         nothing = np.zeros(1)
         return Timeline(np.array([0.0, max(end_s, 1e-9)]), np.full((workers, 1), PLANNING, np.int8),
@@ -152,7 +156,7 @@ class _Block:
     rate: np.ndarray
 
 
-def _blocks(records: Sequence[Record], workers: int) -> Iterator[_Block]:
+def _blocks(records: Sequence[Record], workers: int, end_s: float) -> Iterator[_Block]:
     done = 0.0
     active = np.ones(workers, dtype=np.bool_)
 
@@ -174,6 +178,8 @@ def _blocks(records: Sequence[Record], workers: int) -> Iterator[_Block]:
         if record["failed"] is None:
             active[list(record["leaving"])] = False
             active[list(record["joining"])] = True
+    if end_s > done:  # the driver planned on when the run was cut off
+        yield waits(PLANNING, end_s)
 
 
 def _carry_back(live: np.ndarray) -> None:

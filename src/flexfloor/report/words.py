@@ -16,6 +16,11 @@ def format_count(count: float) -> str:
     return f"{count:,.0f}".replace(",", " ")
 
 
+def shorten_name(name: str, most: int = 48) -> str:
+    """Names come from ledgers, and may be of any length."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def format_rate(rate: float) -> str:
     """Like format_count, with a decimal where there are few digits."""
     return format_count(rate) if rate >= 100 else f"{rate:.1f}"

@@ -14,11 +14,11 @@ MIB = 2**20
 
 def format_bytes(count: float) -> str:
     """1536 → '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.{digits}f} {unit}"
         count /= 1024
-    return f"{count:.2f} GiB"
+    return f"{count:.2f} TiB"
 
 
 def activation_reserve(
