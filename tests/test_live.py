@@ -193,7 +193,7 @@ def test_a_ledger_without_memory_shows_the_rest():
 
 
 def test_time_left_is_what_the_policy_expects_then_what_endings_tell():
-    """Three of five ended, two of them in the newer half: 2 in 4 s, in which Λ = 2 · 4 + 2 · 3 … by hand below."""
+    """It gets shorter between endings too; by hand below."""
     records = simulate([5] * 5, workers=1)
     state = LiveState(records[0])
     state.take({"type": "submit", "t": 0.0, "requests": 5, "prompt_tokens": 5})
@@ -215,11 +215,20 @@ def test_time_left_is_what_the_policy_expects_then_what_endings_tell():
     chunk(6.0, 2)
     assert state.remaining_s() == 1.0
     chunk(8.0, 0)
-    # The plan's time is over. The newer half: 2 of 3 ended after t = 2, when 3 were live for 4 s and 1 for 2 s.
-    # One waits, for which there is room after 6 s / 2; the one that is live ends with the hazard 2 / 14 s.
-    assert state.remaining_s() == pytest.approx(1 * 6 / 2 + 1 * 14 / 2)
+    # The plan's time is over. The newer half at t = 6: 2 of 3 ended after t = 2, in 4 s with 3 live.
+    # One waits, for which there is room after 4 s / 2; the one that is live ends with the hazard 2 / 12 s.
+    left = 1 * 4 / 2 + 1 * 12 / 2
+    for t in (8.0, 9.0, 13.0):
+        chunk(t, 0)
+        assert state.remaining_s() == pytest.approx(left - (t - 6))
+    chunk(15.0, 0)  # that is over too: anew, with 9 s more of the one that is live
+    assert state.remaining_s() == pytest.approx(1 * 13 / 2 + 1 * 21 / 2)
+    chunk(32.0, 0)  # and again: nothing has ended for 26 s
+    assert state.remaining_s() == pytest.approx(max(1 * 30 / 2 + 1 * 38 / 2, 26))
+    chunk(33.0, 0)
+    assert state.remaining_s() == pytest.approx(1 * 30 / 2 + 1 * 38 / 2 - 1)
     predicted = {"iteration": 1, "predicted": {"remaining_s": 1.0}}
-    state.take({"type": "resize", "t0": 8.0, "t1": 9.0, "failed": "x"} | predicted)
+    state.take({"type": "resize", "t0": 33.0, "t1": 33.5, "failed": "x"} | predicted)
     assert state.remaining_s() != 1.0
 
 

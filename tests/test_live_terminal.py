@@ -106,6 +106,16 @@ def test_ctrl_c_on_real_workers(files: list[str], tmp_path: Path):
     assert seen.find("emulated: 10 × h200", "active 2 of 2 workers", "decode", "tok/s")
 
 
+def test_what_a_terminal_echoes_leaves_nothing_of_a_view_that_fills_it(files: list[str], tmp_path: Path):
+    """^C beside a line as wide as the terminal would go on below it; keys that are pressed before it, too."""
+    full = lambda screen: any(line.startswith("active 2") for line in screen) and any("decode" in s for s in screen)  # noqa: E731
+    for columns, rows in ((40, 12), (44, 14)):
+        seen = rollout(files, tmp_path, columns=columns, rows=rows, when=full, then=b"abc\x03")
+        assert seen.code == 130
+        assert_restored(seen)
+        assert [line for line in seen.last if line][-1] == "flexfloor: interrupted"
+
+
 def test_a_signal_in_the_middle(files: list[str], tmp_path: Path):
     assert_stopped(rollout(files, tmp_path, when=running, then=signal.SIGTERM), 143, "terminated")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from flexfloor.ledger.accounting import MOST_OVERRUNS
 from flexfloor.report.live_state import LiveState
+from flexfloor.report.live_view import describe_progress
 from flexfloor.report.words import (
     describe_resize,
     describe_summary,
@@ -124,13 +125,8 @@ class ProgressLines:
         t, tokens = self._shown
         rate = (state.response_tokens - tokens) / max(state.t - t, 1e-3)
         self._shown = (state.t, state.response_tokens)
-        waiting = f"  waiting {format_count(state.waiting)}" if state.waiting else ""
         left = f"  ~{format_seconds(seconds)} left" if (seconds := state.remaining_s()) is not None else ""
-        self._print(
-            f"{self._name}iteration {format_count(state.iteration)}  "
-            f"finished {format_count(state.finished)}/{format_count(state.requests)}  live {format_count(state.live)}"
-            f"{waiting}  {format_rate(rate)} tok/s{left}"
-        )
+        self._print(f"{self._name}{describe_progress(state)}  {format_rate(rate)} tok/s{left}")
 
 
 def warn_of_overruns(summary: Summary, stream: TextIO | None = None) -> None:
@@ -206,7 +202,7 @@ def _totals(summary: Summary) -> Table:
         "preemptions": format_count(summary.preemptions),
         "wall time": f"{summary.wall_s:.2f} s",
         "throughput": f"{format_rate(summary.throughput_tok_s)} tok/s",
-        "per occupied worker-second": f"{format_rate(summary.tokens_per_occupied_s_with_regrow)} tokens",
+        "per occupied worker-second": f"{format_rate(summary.occupied_rate)} tokens",
         "post-finish share": f"{summary.post_finish_share:.1%}",
     }
     if summary.resizes:

@@ -61,7 +61,8 @@ def run_simulate(settings: SimulateSettings) -> int:
     for workers in dict.fromkeys(cell.workers for cell in cells):
         experiment.check_memory(workers)
     with show_runs(len(cells) * count_runs(experiment), quiet=settings.quiet) as show:
-        runs = run_all(experiment, cells, jobs=settings.jobs, on_runs=show.done, on_begin=show.now)
+        on_record = None if settings.quiet else show.record
+        runs = run_all(experiment, cells, jobs=settings.jobs, on_runs=show.done, on_begin=show.now, on_record=on_record)
     rows = make_rows(runs)
     if settings.out:
         versions = {name: version(name) for name in ("flexfloor", "numpy", "scipy", "numba")}

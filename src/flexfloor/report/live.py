@@ -47,7 +47,7 @@ class LiveDisplay:
         self._capture: Capture | None = None
         self._plain = not (self._console.encoding or "").lower().startswith("utf")
         self._live = Live(
-            _Drawn(self._lines),
+            Drawn(self._lines),
             console=self._console,
             auto_refresh=False,
             transient=True,
@@ -131,18 +131,22 @@ class LiveDisplay:
         return draw(self._state, width, height, above=above, plain=self._plain)
 
 
-class _Drawn:
-    """Lines as rich wants them; made anew whenever it draws, for the size that the terminal has then."""
+class Drawn:
+    """Lines as rich wants them; made anew whenever it draws, for the size that the terminal has then.
+
+    Below them is an empty row for the cursor: what a terminal echoes, like ^C, stands there and moves nothing.
+    """
 
     def __init__(self, lines: Callable[[int, int], list[Line]]) -> None:
         self._lines = lines
         self._styles: dict[str, Style] = {}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # The last row is the cursor's.
-        for line in self._lines(options.max_width, console.height - 1):
+        # When the view is taken away, rich moves the cursor down once more; the screen must not scroll by that.
+        for line in self._lines(options.max_width, max(console.height - 2, 0)):
             yield from self._segments(line)
             yield Segment.line()
+        yield Segment(" ")
 
     def _segments(self, line: Line) -> Iterator[Segment]:
         for text, style in line:

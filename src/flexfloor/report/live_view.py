@@ -51,6 +51,13 @@ def draw(state: LiveState, width: int, height: int, *, above: Sequence[str] = ()
     return [_crop(line, width, plain) for line in lines[:height]]
 
 
+def describe_progress(state: LiveState) -> str:
+    """Where a rollout is: 'iteration 1 240  finished 61/96  live 33'."""
+    finished = f"finished {format_count(state.finished)}/{format_count(state.requests)}"
+    waiting = f"  waiting {format_count(state.waiting)}" if state.waiting else ""
+    return f"iteration {format_count(state.iteration)}  {finished}  live {format_count(state.live)}{waiting}"
+
+
 class _Bar:
     def __init__(self, full: str, empty: str) -> None:
         self._full, self._empty = full, empty
@@ -79,9 +86,14 @@ def _responses(state: LiveState, bar: _Bar) -> list[Line]:
     if state.waiting:
         parts.append([(f"waiting {format_count(state.waiting)}", "")])
     parts.append([(f"{format_rate(state.tokens_per_s())} tok/s", "bold")])
-    if (left := state.remaining_s()) is not None and not state.ended:
-        parts.append([(f"~{format_seconds(left)} left", "")])
+    if (left := _left(state)) and not state.simulated:
+        parts.append([(left, "")])
     return parts
+
+
+def _left(state: LiveState) -> str:
+    left = state.remaining_s()
+    return "" if left is None or state.ended else f"~{format_seconds(left)} left"
 
 
 def _group(state: LiveState) -> list[Line]:
@@ -92,7 +104,10 @@ def _group(state: LiveState) -> list[Line]:
     parts = [f"active {len(active)} of {number} workers{named}", f"iteration {format_count(state.iteration)}"]
     if state.preemptions:
         parts.append(f"preemptions {format_count(state.preemptions)}")
-    parts.append(format_seconds(state.t))
+    if state.simulated:  # nobody waits that long
+        parts.append(", ".join(filter(None, (f"{format_seconds(state.t)} of simulated time", _left(state)))))
+    else:
+        parts.append(format_seconds(state.t))
     return [[(part, "")] for part in (*parts, *(["rollout done"] if state.ended else []))]
 
 
