@@ -173,17 +173,18 @@ def _last_response(chunks: Sequence[Record], ends_of: Sequence[list[float]]) -> 
     return max(times, default=0.0)
 
 
-def _with_actual(record: Record, wall_s: float, occupied_s: Sequence[float]) -> dict[str, Any]:
+def _with_actual(record: Record, wall_s: float | None, occupied_s: Sequence[float]) -> dict[str, Any]:
     """A resize or another decision as the summary tells of it: what was predicted for it has what became of it beside.
 
     remaining_s: from then to the end of the rollout; remaining_occupied_s: Σ over workers of what each was occupied
-    after it; stall_s: of a resize.
+    after it; stall_s: of a resize. wall_s: None while nobody knows when the rollout ends; what is left then has no
+    outcome yet.
     """
     at = record.get("t1", record.get("t", 0.0))
     became = {
         "stall_s": record["t1"] - record["t0"] if "t1" in record else None,
-        "remaining_s": max(0.0, wall_s - at),
-        "remaining_occupied_s": sum(max(0.0, o - at) for o in occupied_s),
+        "remaining_s": None if wall_s is None else max(0.0, wall_s - at),
+        "remaining_occupied_s": None if wall_s is None else sum(max(0.0, o - at) for o in occupied_s),
     }
     predicted = record.get("predicted", {})
     actual = {name: became[name] for name in predicted if became.get(name) is not None}
@@ -214,6 +215,7 @@ def summarize(records: Sequence[Record]) -> Summary:
         occupied_iterations[worker] = resize["iteration"]
         if worker in resize["left_live"]:
             last[worker] = _LastLive(occupied_s[worker], resize["iteration"])
+    ended_s = wall_s if end else None
     total_s, total_iterations = sum(occupied_s), sum(occupied_iterations)
     idle_s = sum(max(0.0, o - done.t) for o, done in zip(occupied_s, last, strict=True))
     idle_iterations = sum(max(0, o - done.iterations) for o, done in zip(occupied_iterations, last, strict=True))
@@ -253,8 +255,8 @@ def summarize(records: Sequence[Record]) -> Summary:
         regrow_s=regrow_s,
         iterations=iterations,
         preemptions=sum(len(c["preemptions"]) for c in chunks),
-        resizes=tuple(_with_actual(r, wall_s, occupied_s) for r in records if r["type"] == "resize"),
-        decisions=tuple(_with_actual(r, wall_s, occupied_s) for r in records if r["type"] == "decision"),
+        resizes=tuple(_with_actual(r, ended_s, occupied_s) for r in records if r["type"] == "resize"),
+        decisions=tuple(_with_actual(r, ended_s, occupied_s) for r in records if r["type"] == "decision"),
         stall_s=sum(r["t1"] - r["t0"] for r in records if r["type"] == "resize"),
         moved_bytes=sum(r["expert_bytes"] + r["kv_bytes"] for r in resizes),
         workers_detail=tuple(

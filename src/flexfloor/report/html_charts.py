@@ -227,6 +227,7 @@ def active_sets(lines: Mapping[str, Timeline]) -> go.Figure:
 
 def _active_rows(lines: Mapping[str, Timeline]) -> go.Figure:
     edges = np.linspace(0.0, max(line.end_s for line in lines.values()), _LINE_BINS + 1)
+    most = max(line.workers for line in lines.values())
     rows = np.full((len(lines), _LINE_BINS), np.nan)  # nothing is drawn behind the end
     for row, line in zip(rows, lines.values(), strict=True):
         last = int(np.searchsorted(edges, line.end_s, side="left"))
@@ -239,9 +240,10 @@ def _active_rows(lines: Mapping[str, Timeline]) -> go.Figure:
         text=[[shorten_name(name)] * _LINE_BINS for name in lines],
         colorscale=[[0, "rgba(59, 130, 196, 0.12)"], [1, BLUE]],
         zmin=0,
-        zmax=max(line.workers for line in lines.values()),
+        zmax=most,
         ygap=1,
-        colorbar={"thickness": 10, "outlinewidth": 0, "len": 1, "title": {"text": "active<br>workers"}},
+        colorbar={"thickness": 10, "outlinewidth": 0, "len": 1, "title": {"text": "active<br>workers"}}
+        | whole_ticks(most),
         hovertemplate="%{text}<br>%{x:.4~g} s: %{z:.4~g} active workers<extra></extra>",
     )
     return make_figure(
@@ -269,6 +271,6 @@ def by_rollout(names: Sequence[str], values: Sequence[float | None], axis: str) 
         "rollout, in the order given",
         axis,
         xaxis=whole_ticks(len(names)) | {"range": [0.5, len(names) + 0.5]},
-        yaxis={"rangemode": "tozero"},
+        yaxis={"rangemode": "tozero", "tickformat": ".0%" if axis.startswith("share") else ""},
         hovermode="closest",
     )

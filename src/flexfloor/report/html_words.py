@@ -107,7 +107,7 @@ def key_figures(summary: Summary) -> list[Figure]:
         ("iterations", "iterations", "", "of the engine; each gives every live request at most one token"),
         ("occupied_iterations", "occupied iterations", "", "summed over workers; independent of the machine"),
         ("stall_s", "stalled by resizes and moves", "s", "nobody generates meanwhile"),
-        ("moved_bytes", "moved by resizes and moves", "bytes", "experts and KV pages"),
+        ("moved_bytes", "moved between workers", "bytes", "experts and KV pages"),
         ("regrow_s", "regrow", "s", "bringing the workers back at the end"),
         ("preemptions", "preemptions", "", "requests that lost their KV pages and were recomputed"),
     ]  # fmt: skip
