@@ -89,7 +89,14 @@ def pages(simulate: Simulate, tmp_path_factory: pytest.TempPathFactory) -> dict[
     cut.write_bytes(simulate("flexfloor").read_bytes()[:-700])
     begun = folder / "begun.jsonl"
     begun.write_bytes(simulate("flexfloor").read_bytes().splitlines(keepends=True)[0])
+    invalid = folder / "invalid.jsonl"
+    records = read_ledger(simulate("flexfloor"))
+    records[0]["fleet"] |= {"pace": 1.0}
+    for entry in (e for r in records if r["type"] == "chunk" for e in r["workers"]):
+        entry["overran"] = [1] * len(entry["overran"])
+    invalid.write_text("".join(json.dumps(r) + "\n" for r in records[:-2]))
     ledgers = {
+        "badges": [simulate("static"), invalid],
         "one": [simulate("flexfloor")],
         "three": [simulate(policy, "oracle") for policy in ("static", "release", "flexfloor")],
         "crowd": [simulate("release", "history", 80)],
@@ -132,6 +139,24 @@ def test_pages_open_without_errors_and_fit(browser: Browser, pages: dict[str, Pa
     browser.open(pages[name])
     check(browser)
     assert bool(browser.driver.find_elements("css selector", ".chip.bad")) == (name in ("cut", "begun"))
+
+
+def test_badges_leave_room_for_the_numbers(browser: Browser, pages: dict[str, Path]):
+    """On a phone: below the name, so that the first columns of numbers are in sight."""
+    browser.look(400, dark=False)
+    browser.open(pages["badges"])
+    rows = browser.ask(
+        """return [...document.querySelectorAll('[data-table=comparison] tbody tr')].map(row => {
+             const name = row.querySelector('th a').getBoundingClientRect();
+             return [row.querySelector('th').getBoundingClientRect().right,
+                     [...row.querySelectorAll('.chip.bad')].map(e => e.getBoundingClientRect().top - name.bottom),
+                     [...row.querySelectorAll('td')].map(e => e.getBoundingClientRect().right)];})"""
+    )
+    assert [len(badges) for _, badges, _ in rows] == [0, 2]
+    for first, badges, numbers in rows:
+        assert first <= 0.4 * 400
+        assert all(gap >= 0 for gap in badges)
+        assert sum(right <= 400 for right in numbers) >= 2
 
 
 def test_what_is_folded_is_drawn_when_it_is_opened(browser: Browser, pages: dict[str, Path]):
