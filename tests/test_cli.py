@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -265,13 +266,35 @@ def test_the_summary_is_shown_with_every_worker(capsys: pytest.CaptureFixture[st
 
 def test_the_tables_tell_who_left(capsys: pytest.CaptureFixture[str]):
     start = {"type": "start", "schema": 1, "policy": "release", "settings": {}, "fleet": FLEET}
-    left = WorkerSummary(0, 3, 30, 1.25, 1.0, 1.25, None, None)
+    left = WorkerSummary(0, 3, 30, 1.25, 1.0, 1.25, None, peak_memory_bytes=0)
     resizes = ({"failed": None}, {"failed": "worker 1: no"})
     summary = replace(summarize([start]), resizes=resizes, stall_s=0.5, moved_bytes=2048, regrow_s=0.125)
+    summary = replace(summary, tokens_per_occupied_s_with_regrow=2.0)
     print_summary(replace(summary, workers_detail=(left,)), {"ledger": Path("a")})
     out = capsys.readouterr().out
-    for told in ("2, 1 failed (0.50 s, 2.0 KiB moved)", "0.12 s", "1.25 s", "left at"):
+    for told in (
+        "2, 1 failed (0.50 s, 2.0 KiB moved)",
+        "0.12 s",
+        "1.25 s",
+        "released at",
+        "post-finish",
+        "with regrow",
+    ):
         assert told in out, out
+    assert "0 B" not in out
+
+
+def test_the_table_says_which_rate_it_shows(capsys: pytest.CaptureFixture[str]):
+    """Both in real and in emulated seconds the one with regrow, by which policies are compared."""
+    start = {"type": "start", "schema": 1, "policy": "release", "settings": {}, "fleet": FLEET}
+    rates: dict[str, Any] = {"tokens_per_occupied_s": 321.0, "tokens_per_occupied_s_with_regrow": 123.0}
+    emulated = {"wall_s": 0.5, "throughput_tok_s": 777.0} | rates
+    summary = replace(summarize([start]), pace=2.0, profile="h200", paced_overrun_share=0.0, pace_valid=True)
+    print_summary(replace(summary, emulated=emulated, **rates), {"ledger": Path("a")})
+    out = capsys.readouterr().out
+    assert "123 tokens with regrow" in out
+    assert "123 tokens per occupied s with regrow" in out
+    assert "321" not in out
 
 
 def test_a_pace_that_was_not_kept_is_one_line(capsys: pytest.CaptureFixture[str]):

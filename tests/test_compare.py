@@ -77,6 +77,25 @@ def test_rows_are_ratios_to_the_baseline():
     assert (second.post_finish_share, second.preemptions, second.pace_valid) == (0.3, 2, None)
 
 
+@pytest.mark.parametrize("overran", ["static", "release"])
+def test_times_that_are_not_valid_are_marked_in_the_table(overran: str):
+    """Of a row whose pace was overrun, and every ratio to such a baseline; iterations are what they are."""
+    summaries = {name: summary(policy=name, pace_valid=name != overran) for name in ("static", "release")}
+    table = module._table(compare_summaries(summaries), "static")
+    marked = {
+        (str(column.header).replace("through-\n", "through").replace("-\n", "-").replace("\n", " ").strip(), row)
+        for column in table.columns
+        for row, cell in enumerate(column.cells)
+        if str(cell).endswith(" !")
+    }
+    own = {
+        (name, ("static", "release").index(overran))
+        for name in ("wall", "throughput", "tokens / occ. s", "post-finish")
+    }
+    other = {("throughput", 1), ("tokens / occ. s", 1)} if overran == "static" else set()
+    assert marked == own | other
+
+
 def test_the_baseline_is_static_or_the_first():
     assert choose_baseline(["flexfloor", "static", "release"]) == "static"
     assert choose_baseline(["flexfloor", "static-spread"]) == "static-spread"

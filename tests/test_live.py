@@ -96,6 +96,8 @@ def check_against_ledger(records: Records) -> None:
 
 def test_a_real_rollout_is_counted_right(recorded: Records):
     assert any(r["type"] == "resize" for r in recorded)
+    # Also of the worker that was gone before the first iteration.
+    assert all((w.peak_memory_bytes or 0) > 2**20 for w in summarize(recorded).workers_detail)
     check_against_ledger(recorded)
     lines = text(list(states(recorded))[-1][1])
     assert lines[0].startswith("flexfloor  fixed:1  /")  # no word of emulation or simulation

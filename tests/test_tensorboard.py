@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,8 @@ def files(tmp_path: Path, checkpoint: Callable[[str], Path]) -> list[str]:
 def assert_equal_to_summary(scalars: dict[str, list[tuple[int, float]]], summary: dict[str, Any], index: int) -> None:
     shared = {
         "throughput_tok_s": summary["throughput_tok_s"],
-        "tokens_per_occupied_s": summary["tokens_per_occupied_s_with_regrow"],
+        "tokens_per_occupied_s": summary["tokens_per_occupied_s"],
+        "tokens_per_occupied_s_with_regrow": summary["tokens_per_occupied_s_with_regrow"],
         "post_finish_share": summary["post_finish_share"],
         "response_tokens": summary["response_tokens"],
         "iterations": summary["iterations"],
@@ -119,6 +121,15 @@ def test_without_the_package_nothing_starts(
     told = "flexfloor: error: --tensorboard needs the package tensorboard; pip install 'flexfloor[tensorboard]'\n"
     assert err == told
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "models") == ["p.jsonl"]
+
+
+def test_an_impossible_folder_is_refused_before_the_rollout(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """/proc takes no files, though it says that it may be written by root."""
+    assert main(["rollout", *files[:-1], "/proc/foo", "--out", str(tmp_path / "o" / "r.jsonl")]) == 2
+    assert re.fullmatch(r"flexfloor: error: --tensorboard /proc/.*\n", capsys.readouterr().err)
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_file_in_place_of_the_folder_is_refused(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -277,10 +277,10 @@ def test_metrics_files_are_cut_at_the_step_that_a_run_goes_on_from(tmp_path: Pat
     file.write_text(file.read_text() + '{"step": 4, "rew')  # killed while it wrote
     again = MetricsFile(file, from_step=2, on_log=told.append)
     State.global_step = 3
-    rates = {"flexfloor/response_tokens": 300, "flexfloor/tokens_per_occupied_s": 30.0}
+    rates = {"flexfloor/response_tokens": 300, "flexfloor/tokens_per_occupied_s_with_regrow": 30.0}
     rates["flexfloor/tokens_per_occupied_iteration"] = 3.0
     again.on_log(None, State, None, {"reward": 0.1, "epoch": 1.5} | rates)
-    rates = {"flexfloor/response_tokens": 100, "flexfloor/tokens_per_occupied_s": 2.0}
+    rates = {"flexfloor/response_tokens": 100, "flexfloor/tokens_per_occupied_s_with_regrow": 2.0}
     again.on_log(None, State, None, {"reward": 0.3, "epoch": 2.0} | rates)
     again.on_log(None, State, None, {"eval_reward": 0.2, "epoch": 2.0})
     again.close()

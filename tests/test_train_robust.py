@@ -69,7 +69,7 @@ def test_what_a_run_leaves(place: Place, whole: Path):
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "reward" in r] == [1, 2, 3, 4, 5]
     assert [r["step"] for r in records if "eval_reward" in r] == [0, 5]
-    assert all(r["flexfloor/tokens_per_occupied_s"] > 0 for r in records if "reward" in r)
+    assert all(r["flexfloor/tokens_per_occupied_s_with_regrow"] > 0 for r in records if "reward" in r)
     config = tomllib.loads((whole / "config.toml").read_text())
     assert (config["policy"], config["deterministic"], config["trl"]["bf16"]) == ("flexfloor", True, False)
     assert config["trainer_threads"] == torch.get_num_threads()

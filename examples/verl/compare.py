@@ -20,7 +20,7 @@ SHOWN = {
     "timing_s/gen": "gen s",
     "timing_s/step": "step s",
     "flexfloor/throughput_tok_s": "tok/s",
-    "flexfloor/tokens_per_occupied_s": "tok/occupied s",
+    "flexfloor/tokens_per_occupied_s_with_regrow": "tok/occupied s",
     "flexfloor/tokens_per_occupied_iteration": "tok/occ. iter.",
     "flexfloor/post_finish_share": "post-finish",
     "flexfloor/released_workers": "released",

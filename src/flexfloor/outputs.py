@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import IO, Any
 
 from flexfloor.errors import FlexFloorError, InputError
@@ -71,7 +71,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> None:
     """See that every output can be written and overwrites nothing it must not, before any work is done.
 
-    outputs, inputs: option name (`--out`) → path. Creates nothing.
+    outputs, inputs: option name (`--out`) → path. Leaves nothing behind.
     Raises InputError naming the option.
     """
     taken = {path.resolve(): option for option, path in inputs.items()}
@@ -88,8 +88,17 @@ def check_outputs(outputs: Mapping[str, Path], inputs: Mapping[str, Path]) -> No
         folder = next(p for p in path.absolute().parents if p.exists())
         if not folder.is_dir():
             raise InputError(f"{option} {path}: {folder} is not a folder; name a file in one")
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not _takes_files(folder):
             raise InputError(f"{option} {path}: the folder {folder} is not writable; name a file in another one")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Tried, because permissions do not tell of a file system that is full, read-only or made up by the kernel."""
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def decode_responses(responses: Iterable[Response], tokenizer: Any, requests: Iterable[Request] = ()) -> None:

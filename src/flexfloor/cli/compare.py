@@ -84,6 +84,8 @@ def run_compare(settings: CompareSettings) -> int:
     for summary in summaries.values():
         warn_of_overruns(summary)
     print_table(_table(rows, baseline))
+    if any(row.pace_valid is False for row in rows):
+        print("  ! times are not valid: the machine could not keep the pace; raise --pace")
     print(f"  * tokens and throughput as ratios to {baseline}; bringing workers back (regrow) counts as occupied")
     print(f"  comparison  {outputs['--out-dir']}")
     write_report(outputs["--out-dir (report)"], [folder / "ledger.jsonl" for folder in folders.values()])
@@ -135,16 +137,19 @@ def _table(rows: Sequence[ComparisonRow], baseline: str) -> Table:
         "hashes\nequal",
     ):
         table.add_column(name, justify="right")
+    base_valid = all(row.pace_valid is not False for row in rows if row.policy == baseline)
     for row in rows:
+        own = "" if row.pace_valid is not False else " !"
+        ratio = own if base_valid else " !"
         table.add_row(
             row.policy + (" *" if row.policy == baseline else ""),
             format_count(row.iterations),
             format_count(row.occupied_iterations),
             f"{row.tokens_per_occupied_iteration_ratio:.3f}",
-            f"{row.wall_s:.2f} s",
-            f"{row.throughput_ratio:.3f}",
-            f"{row.tokens_per_occupied_s_with_regrow_ratio:.3f}",
-            f"{row.post_finish_share:.1%}",
+            f"{row.wall_s:.2f} s{own}",
+            f"{row.throughput_ratio:.3f}{ratio}",
+            f"{row.tokens_per_occupied_s_with_regrow_ratio:.3f}{ratio}",
+            f"{row.post_finish_share:.1%}{own}",
             format_count(row.preemptions),
             format_count(row.resizes),
             "yes" if row.equal else "no",

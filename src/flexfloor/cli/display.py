@@ -192,6 +192,9 @@ def _totals(summary: Summary) -> Table:
     table.add_column()
     table.add_column(justify="right")
     path = "" if summary.numerics_path == summary.numerics else f" ({summary.numerics_path})"
+    # What a killed run has is the rate without.
+    known = summary.tokens_per_occupied_s_with_regrow is not None
+    regrow, rate = ("with regrow", "tokens_per_occupied_s_with_regrow") if known else ("", "tokens_per_occupied_s")
     rows = {
         "policy": summary.policy,
         "numerics": summary.numerics + path,
@@ -202,7 +205,7 @@ def _totals(summary: Summary) -> Table:
         "preemptions": format_count(summary.preemptions),
         "wall time": f"{summary.wall_s:.2f} s",
         "throughput": f"{format_rate(summary.throughput_tok_s)} tok/s",
-        "per occupied worker-second": f"{format_rate(summary.occupied_rate)} tokens",
+        "per occupied worker-second": f"{format_rate(summary.occupied_rate)} tokens {regrow}",
         "post-finish share": f"{summary.post_finish_share:.1%}",
     }
     if summary.resizes:
@@ -218,7 +221,7 @@ def _totals(summary: Summary) -> Table:
         if summary.emulated is not None:
             rows["emulated"] = (
                 f"{summary.emulated['wall_s']:.3g} s, {summary.emulated['throughput_tok_s']:.4g} tok/s, "
-                f"{summary.emulated['tokens_per_occupied_s']:.4g} tokens per occupied s"
+                f"{summary.emulated[rate]:.4g} tokens per occupied s {regrow}"
             )
         rows["pace"] = f"{summary.pace:g} x {summary.profile} ({summary.paced_overrun_share:.1%} overran{valid})"
     for name, value in rows.items():
@@ -231,7 +234,7 @@ def _workers(summary: Summary) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title="Workers", title_justify="left", title_style="bold")
-    for name in ("worker", "requests", "tokens", "finished at", "left at", "idle after", "peak KV", "peak memory"):
+    for name in ("worker", "requests", "tokens", "finished at", "released at", "post-finish", "peak KV", "peak memory"):
         table.add_column(name, justify="right")
     for worker in summary.workers_detail:
         table.add_row(*_worker_row(worker))
@@ -247,5 +250,5 @@ def _worker_row(worker: WorkerSummary) -> tuple[str, ...]:
         "" if worker.released_at_s is None else f"{worker.released_at_s:.2f} s",
         f"{worker.post_finish_share:.1%}",
         "" if worker.peak_kv_bytes is None else format_bytes(worker.peak_kv_bytes),
-        "" if worker.peak_memory_bytes is None else format_bytes(worker.peak_memory_bytes),
+        format_bytes(worker.peak_memory_bytes) if worker.peak_memory_bytes else "",  # a simulated one has none
     )

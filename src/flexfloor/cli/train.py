@@ -67,8 +67,8 @@ def show_step(show: Display, record: dict[str, Any]) -> None:
         parts = [step, f"reward {_number(record['reward'])}", f"loss {_number(record.get('loss'))}"]
         if (length := record.get("completions/mean_length")) is not None:
             parts.append(f"length {length:.1f}")
-        if (rate := record.get("flexfloor/tokens_per_occupied_s")) is not None:
-            parts.append(f"{format_rate(rate)} tokens per occupied s")
+        if (rate := record.get("flexfloor/tokens_per_occupied_s_with_regrow")) is not None:
+            parts.append(f"{format_rate(rate)} tokens per occupied s with regrow")
         if (seconds := record.get("flexfloor/step_s", record.get("step_time"))) is not None:
             parts.append(f"{seconds:.1f} s")
         show.phase("  ".join(parts))
@@ -98,10 +98,10 @@ def _epochs(result: TrainResult) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title="Epochs", title_justify="left", title_style="bold")
-    for name in ("epoch", "log steps", "reward", "tokens per occupied s", "per occupied iteration"):
+    for name in ("epoch", "log steps", "reward", "tokens per occupied s with regrow", "per occupied iteration"):
         table.add_column(name, justify="right")
     for epoch in result.epochs:
-        rates = (epoch.tokens_per_occupied_s, epoch.tokens_per_occupied_iteration)
+        rates = (epoch.tokens_per_occupied_s_with_regrow, epoch.tokens_per_occupied_iteration)
         shown = ("" if rate is None else format_rate(rate) for rate in rates)
         table.add_row(str(epoch.epoch), str(epoch.steps), _number(epoch.reward), *shown)
     return table

@@ -12,11 +12,12 @@ PREFIX = "flexfloor/"
 def rollout_metrics(summary: Summary, split: TimeSplit) -> dict[str, float]:
     """Of one rollout: name without prefix → value; units stand in the names.
 
-    released_workers: that gave their memory back before it ended. A run without its end lacks what only that tells:
-    `regrow_s`, and `tokens_per_occupied_s`, in which it counts.
+    A name that `summary.json` has, too, is the same quantity. released_workers: that gave their memory back before it
+    ended. A run without its end lacks what only that tells: `regrow_s`, and the rate in which it counts.
     """
     resizes = [r for r in summary.resizes if r["failed"] is None]
     shown: dict[str, float] = {
+        "tokens_per_occupied_s": summary.tokens_per_occupied_s,
         "tokens_per_occupied_iteration": summary.response_tokens / max(1, summary.occupied_iterations),
         "throughput_tok_s": summary.throughput_tok_s,
         "post_finish_share": summary.post_finish_share,
@@ -33,7 +34,7 @@ def rollout_metrics(summary: Summary, split: TimeSplit) -> dict[str, float]:
         "resize_s": split.resize_s,
     }
     if summary.regrow_s is not None and summary.tokens_per_occupied_s_with_regrow is not None:
-        shown["tokens_per_occupied_s"] = summary.tokens_per_occupied_s_with_regrow
+        shown["tokens_per_occupied_s_with_regrow"] = summary.tokens_per_occupied_s_with_regrow
         shown["regrow_s"] = summary.regrow_s
     if summary.paced_overrun_share is not None:
         shown["paced_overrun_share"] = summary.paced_overrun_share

@@ -161,7 +161,7 @@ class Worker:
         self.allocator = PageAllocator(self.arena.page_count)
         self.scheduler = Scheduler(self.allocator, c.page_tokens, c.max_batch, c.prefill_tokens)
         self.iteration = 0
-        self.peak_memory = 0
+        self.peak_memory = process_memory()  # one that is released before the first iteration has this and no more
         self.model.experts.load[:] = 0
         self._finished: list[Sequence] = []
 

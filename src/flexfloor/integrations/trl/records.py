@@ -118,13 +118,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over the training prompts. reward: mean over its log steps. Response tokens per occupied worker-second
-    and per occupied worker-iteration, which no other program on the machine disturbs: over all of it."""
+    """One pass over the training prompts. reward: mean over its log steps.
+
+    Over all of it, response tokens per occupied worker-second, with the time to bring workers back, and per occupied
+    worker-iteration, which no other program on the machine disturbs.
+    """
 
     epoch: int
     steps: int
     reward: float | None
-    tokens_per_occupied_s: float | None
+    tokens_per_occupied_s_with_regrow: float | None
     tokens_per_occupied_iteration: float | None
 
 
@@ -158,7 +161,7 @@ def _epoch(number: int, lines: list[Mapping[str, Any]]) -> Epoch:
         return sum(tokens for tokens, _ in known) / occupied if occupied else None
 
     reward = sum(rewards) / len(rewards) if rewards else None
-    return Epoch(number, len(lines), reward, per_occupied("s"), per_occupied("iteration"))
+    return Epoch(number, len(lines), reward, per_occupied("s_with_regrow"), per_occupied("iteration"))
 
 
 def evaluations(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float | None]]:
