@@ -92,7 +92,7 @@ def test_compare_names_the_policy_and_what_has_ended(files: list[str], tmp_path:
     assert seen.code == 0
     assert_restored(seen)
     first = seen.find("flexfloor  static-spread  ", "iteration")
-    second = seen.find("static-spread: ", " tokens per occupied s", "flexfloor  release  ", "iteration")
+    second = seen.find("static-spread: ", " tokens per occupied s with regrow", "flexfloor  release  ", "iteration")
     assert first is not None
     assert second is not None
     summary = json.loads((tmp_path / "o" / "static" / "summary.json").read_text())

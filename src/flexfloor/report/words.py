@@ -68,9 +68,10 @@ def format_seconds(seconds: float) -> str:
 
 def describe_summary(summary: Summary) -> str:
     """The figures of a rollout that policies are compared by, in a line."""
+    regrow = "" if summary.tokens_per_occupied_s_with_regrow is None else " with regrow"
     return (
         f"{summary.policy}: {format_seconds(summary.wall_s)}, {format_rate(summary.throughput_tok_s)} tok/s, "
-        f"{format_rate(summary.occupied_rate)} tokens per occupied s, "
+        f"{format_rate(summary.occupied_rate)} tokens per occupied s{regrow}, "
         f"post-finish share {summary.post_finish_share:.1%}"
     )
 

@@ -279,10 +279,10 @@ def run_all(
 ) -> list[Run]:
     """The runs of all cells, in the order of the cells. on_runs: told how many more are done; on_begin: what runs now.
 
-    jobs: processes; with one, everything happens in this one, and `on_record` is told every record of the ledgers. With
+    jobs: processes, at most one a cell; with one, everything happens in this one, and `on_record` is told every record of the ledgers. With
     more, `on_begin` is told about every second. However the call ends, no process is left.
     """
-    if jobs == 1:
+    if min(jobs, len(cells)) == 1:
         runs = []
         for cell in cells:
             for run in run_cell(experiment, cell, on_begin, on_record):
