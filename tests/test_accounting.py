@@ -175,7 +175,7 @@ def test_a_killed_run_is_summed_up_as_far_as_it_goes():
     assert summary.occupied_rate == summary.tokens_per_occupied_s
     logged = rollout_metrics(summary, split_time(hand_written()[:4]))
     assert "throughput_tok_s" in logged
-    assert not {"regrow_s", "tokens_per_occupied_s"} & set(logged)
+    assert not {"regrow_s", "tokens_per_occupied_s_with_regrow"} & set(logged)
     assert summary.response_tokens == 6  # 2 of the response that ended, 4 of the one under way
     assert summary.post_finish_share_iterations == (0 + 2 + 4) / 12
     assert summary.responses_sha256 is None
