@@ -279,8 +279,8 @@ def run_all(
 ) -> list[Run]:
     """The runs of all cells, in the order of the cells. on_runs: told how many more are done; on_begin: what runs now.
 
-    jobs: processes, at most one a cell; with one, everything happens in this one, and `on_record` is told every record of the ledgers. With
-    more, `on_begin` is told about every second. However the call ends, no process is left.
+    jobs: processes, at most one a cell; with one, everything happens in this one, and `on_record` is told every record
+    of the ledgers. With more, `on_begin` is told about every second. However the call ends, no process is left.
     """
     if min(jobs, len(cells)) == 1:
         runs = []
