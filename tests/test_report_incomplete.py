@@ -137,7 +137,9 @@ def _with(records: Sequence[dict[str, Any]], kind: str, **more: Any) -> Records:
 
 @pytest.mark.parametrize("command", ["report", "trace"])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "soon", None])
-@pytest.mark.parametrize(("kind", "name"), [("chunk", "t1"), ("resize", "t0"), ("submit", "t"), ("end", "regrow_s")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("chunk", "t1"), ("resize", "t0"), ("submit", "t"), ("end", "regrow_s"), ("resize", "prepare_s")]
+)
 def test_times_that_are_no_numbers_are_refused(
     tmp_path: Path, records: Records, capsys: pytest.CaptureFixture[str], command: str, wrong: Any, kind: str, name: str
 ):
@@ -147,6 +149,18 @@ def test_times_that_are_no_numbers_are_refused(
     line = refusal(capsys, command, ledger, "--out", out)
     assert f"{ledger}: line {number}: {name} is not a finite number of seconds" in line
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_records_without_what_the_page_needs_are_refused(
+    tmp_path: Path, records: Records, capsys: pytest.CaptureFixture[str], command: str
+):
+    """Also where only the page's words miss it."""
+    odd = [{k: v for k, v in r.items() if k != "reason"} for r in records]
+    ledger = write(tmp_path / "odd.jsonl", *odd)
+    line = refusal(capsys, command, ledger, "--out", tmp_path / "out")
+    assert f"{ledger}: its records do not have what a ledger's have (KeyError: 'reason')" in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexfloor.errors import InputError
-from flexfloor.ledger.events import read_ledger
+from flexfloor.ledger.events import read_ledger, refusing
 from flexfloor.outputs import check_outputs
 from flexfloor.report.trace import write_trace
 from flexfloor.report.words import format_count
@@ -21,11 +20,8 @@ def run_trace(ledger: Path, out: Path) -> int:
 def trace_ledger(ledger: Path, out: Path) -> None:
     """Write the trace of a ledger and say where it is. Raises InputError."""
     records = read_ledger(ledger)
-    try:
+    with refusing(ledger):
         events = write_trace(out, records)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        told = f"its records do not have what a ledger's have ({type(error).__name__}: {error})"
-        raise InputError(f"{ledger}: {told}; is this a ledger?") from None
     if records[-1]["type"] != "end":
         print("  incomplete  the run was cut off; the trace tells of it as far as the ledger goes")
     print(f"  trace       {out} ({format_count(events)} events)")

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -195,14 +196,24 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not belong into a ledger")
 
 
+@contextmanager
+def refusing(path: Path | str) -> Iterator[None]:
+    """Around what is made from the records of a ledger: records that are none of a ledger's raise InputError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: its records do not have what a ledger's have ({told}); is this a ledger?") from None
+
+
 def _check_times(record: Mapping[str, Any]) -> str | None:
     """What is wrong with the times of a record, if anything is: every other number of it is a count."""
-    for name in ("t", "t0", "t1", "regrow_s"):
+    for name in ("t", "t0", "t1", "prepare_s", "commit_s", "regrow_s"):
         if not _finite(record.get(name, 0.0)):
             return name
     if record["type"] == "chunk":
         try:
-            seconds = sum(sum(entry["seconds"]) for entry in record["workers"])
+            seconds = sum(sum(entry["seconds"]) + sum(entry.get("exchange_s", ())) for entry in record["workers"])
         except (KeyError, TypeError):
             return None  # no chunk at all, as whoever needs it will find
         return None if _finite(seconds) else "seconds"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexfloor.ledger.comparison import choose_baseline, compare_summaries
+from flexfloor.ledger.events import refusing
 from flexfloor.outputs import atomic_write
 from flexfloor.report import html_charts, html_lengths, html_memory
 from flexfloor.report.html_run import Run, name_runs, read_run, same_requests
@@ -46,7 +47,8 @@ def write_report(out: Path, ledgers: Sequence[Path]) -> list[Path]:
     a file that is none."""
     runs = [read_run(path) for path in ledgers]
     names = name_runs([run.name for run in runs], ledgers)
-    content = render_report([replace(run, name=name) for run, name in zip(runs, names, strict=True)])
+    with refusing(", ".join(map(str, ledgers[:3])) + (", …" if len(ledgers) > 3 else "")):
+        content = render_report([replace(run, name=name) for run, name in zip(runs, names, strict=True)])
     with atomic_write(out) as file:
         file.write(content)
     return [path for path, run in zip(ledgers, runs, strict=True) if not run.summary.complete]

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flexfloor.errors import InputError
 from flexfloor.ledger.accounting import Summary, summarize
-from flexfloor.ledger.events import read_ledger
+from flexfloor.ledger.events import read_ledger, refusing
 from flexfloor.report.html_charts import MOST_BINS
 from flexfloor.report.timeline import Timeline, group_workers, make_timeline
 from flexfloor.report.timeline_memory import MemoryLine, make_memory_line
@@ -107,11 +106,8 @@ def _forecast(records: Sequence[Record], finished: Sequence[Record]) -> Forecast
 def read_run(path: Path) -> Run:
     """Raises InputError for a file that is no ledger, or none of this version."""
     records = read_ledger(path)
-    try:
+    with refusing(path):
         return Run.of(records, str(path))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: its records do not have what a ledger's have ({told}); is this a ledger?") from None
 
 
 def name_runs(policies: Sequence[str], sources: Sequence[Path]) -> list[str]:
