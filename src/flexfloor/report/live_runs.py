@@ -51,7 +51,7 @@ def show_runs(
         TextColumn("{task.description}", markup=False),
         console=console,
         transient=True,
-        refresh_per_second=4,
+        refresh_per_second=2,  # a drawing takes 2 ms from the simulation
         redirect_stdout=sys.stdout.isatty(),
     )
     bar.view = view
