@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from simulated import DEVICE, SHAPE, make_requests, with_pages
 from test_cli import refusal
 from test_simulate_cli import MODEL, SCENARIO
 
+import flexfloor
 from flexfloor.cli import main
+from flexfloor.fleets.simulation import SimulatedFleet
 from flexfloor.ledger.accounting import summarize
-from flexfloor.ledger.events import read_ledger
+from flexfloor.ledger.events import LedgerWriter, read_ledger
 from flexfloor.simulate.runs import Cell, ledger_name
 
 
@@ -50,3 +54,11 @@ def test_names_are_plain():
 def test_a_folder_that_cannot_be(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("")
     assert "--ledgers" in refusal(capsys, *command, "--ledgers", tmp_path / "file")
+
+
+def test_a_simulated_worker_has_no_process_and_so_no_memory_of_one():
+    ledger = LedgerWriter()
+    fleet = SimulatedFleet(SHAPE, with_pages(60, 2), 2, page_tokens=4)
+    options: dict[str, Any] = {"policy": "static", "knowledge": "oracle", "profile": DEVICE}
+    summary = flexfloor.rollout(fleet, make_requests([3, 9]), ledger=ledger, **options).summary
+    assert [w.peak_memory_bytes for w in summary.workers_detail] == [None, None]

@@ -268,7 +268,7 @@ def summarize(records: Sequence[Record]) -> Summary:
                 finished_at_s=last[w].t,
                 released_at_s=released[w]["t1"] if w in released else None,
                 peak_kv_bytes=closing[w]["peak_kv_bytes"] if w in closing else None,
-                peak_memory_bytes=closing[w]["peak_memory_bytes"] if w in closing else None,
+                peak_memory_bytes=(closing[w]["peak_memory_bytes"] or None) if w in closing else None,
             )
             for w in range(workers)
         ),
