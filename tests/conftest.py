@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,9 @@ SIZES: dict[str, dict] = {
 }
 # Two threads of this process next to the workers would wait for each other most of the time.
 torch.set_num_threads(1)
+# A shell that runs a job in the background has Ctrl-C ignored, and what is ignored is passed on to every process.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 ARCHITECTURES = ["qwen3_moe", "olmoe", "mixtral"]
 
 

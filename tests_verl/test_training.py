@@ -70,11 +70,11 @@ def train(inputs: Path, folder: Path, *overrides: str, **more: str) -> Run:
     return Run(code, log.read_text(), {entry["step"]: entry["data"] for entry in entries}, folder)
 
 
-def wait_until_gone(mark: str, seconds: float = 20.0) -> None:
+def wait_until_gone(mark: str, seconds: float = 60.0) -> None:
     """Fails when a process with this mark in its environment is still there after so many seconds."""
     deadline = time.monotonic() + seconds
     while left := [name for name in os.listdir("/proc") if name.isdigit() and _has(name, mark)]:
-        assert time.monotonic() < deadline, f"processes outlive the run: {left}"
+        assert time.monotonic() < deadline, f"processes outlive the run: {[_command(name) for name in left]}"
         time.sleep(0.2)
 
 
@@ -83,6 +83,13 @@ def _has(process: str, mark: str) -> bool:
         return mark.encode() in Path("/proc", process, "environ").read_bytes()
     except OSError:
         return False
+
+
+def _command(process: str) -> str:
+    try:
+        return Path("/proc", process, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    except OSError:
+        return f"{process}, gone"
 
 
 @pytest.fixture(scope="module")

@@ -203,12 +203,12 @@ class Rollout:
 
     def _remember(self) -> None:
         """The history learns from the responses. These are worth more: when it cannot, that is a warning."""
-        if self._history is None or not self._responses or self._fleet.info.simulated:
+        if self._history is None or not self._responses or (info := self._fleet.info).simulated:
             return
-        requests, responses = list(self._requests.values()), list(self._responses.values())
-        version = self._fleet.info.weights_version
+        requests = list(self._requests.values())
+        responses = [self._responses[name] for name in self._requests if name in self._responses]  # not as they ended
         try:
-            remember(self._history, requests, responses, split=self._split, policy_version=version)
+            remember(self._history, requests, responses, split=self._split, policy_version=info.weights_version)
         except FlexFloorError as error:
             warnings.warn(f"{error}; the history lacks this rollout", RuntimeWarning, stacklevel=2)
 
