@@ -87,14 +87,17 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stderr is not None
-        while "measuring groups of 2" not in process.stderr.readline():
-            assert process.poll() is None
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) == 3  # the nursery and two workers
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert process.stderr.read().endswith("flexfloor: interrupted\n")
+        try:
+            assert process.stderr is not None
+            while "measuring groups of 2" not in process.stderr.readline():
+                assert process.poll() is None
+            started = psutil.Process(process.pid).children(recursive=True)
+            assert len(started) == 3  # the nursery and two workers
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+            assert process.stderr.read().endswith("flexfloor: interrupted\n")
+        finally:
+            process.kill()  # else a test that fails would wait for it
     deadline = time.monotonic() + 10
     while (left := [p for p in started if p.is_running() and p.status() != "zombie"]) and time.monotonic() < deadline:
         time.sleep(0.05)
