@@ -242,3 +242,30 @@ def test_golden_values_of_the_clairvoyant_reference() -> None:
     occupied = [o.occupied_s for o in outlooks if o is not None]
     assert len(occupied) == 3
     assert occupied == sorted(occupied)
+
+
+@given(
+    live=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), max_size=6),
+    waiting=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=8),
+    room=st.integers(10, 400),
+    max_batch=st.integers(1, 12),
+    workers=st.integers(1, 3),
+)
+@settings(max_examples=200, deadline=None)
+def test_order_does_not_matter_where_all_fit_at_once(
+    live: list, waiting: list, room: int, max_batch: int, workers: int
+) -> None:
+    looking = ahead(3, capacity=lambda w: float(room), max_batch=max_batch)
+    orders = [waiting, waiting[::-1], sorted(waiting, key=lambda r: -r[1])]
+    batches = [batch(live, [(tokens, left, 5.0) for tokens, left in order]) for order in orders]
+    if looking.takes_all(batches[0], workers):
+        seconds = [looking.roll(one, workers).seconds for one in batches]
+        assert seconds == pytest.approx([seconds[0]] * 3, rel=1e-9)
+
+
+def test_what_does_not_fit_at_once_is_told() -> None:
+    looking = ahead(2, capacity=lambda workers: 100.0, max_batch=3)
+    assert looking.takes_all(batch([(10, 5)], [(10, 5, 5)] * 2), 1)
+    assert not looking.takes_all(batch([(10, 5)], [(10, 5, 5)] * 3), 1), "four in a batch of three"
+    assert looking.takes_all(batch([(10, 5)], [(10, 5, 5)] * 3), 2)
+    assert not looking.takes_all(batch([(60, 5)], [(30, 5, 5)]), 1), "100 tokens when both are nearly done"

@@ -149,6 +149,13 @@ def make_requests(
     return requests
 
 
+def shared_sampling(requests: Iterable[Request]) -> dict[str, int | None]:
+    """`seed` and `step` where all requests agree on both, else None for each."""
+    shared = {(r.sampling.seed, r.sampling.step) for r in requests}
+    seed, step = shared.pop() if len(shared) == 1 else (None, None)
+    return {"seed": seed, "step": step}
+
+
 def shuffle(requests: Sequence[Request], order: str) -> list[Request]:
     """The requests in the order `arrival` or `shuffle:SEED` names. Raises InputError."""
     found = re.fullmatch(r"arrival|shuffle(?::(\d+))?", order)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from flexfloor.ledger.events import (
     start_record,
     submit_record,
 )
-from flexfloor.requests import Request, Response, hash_responses, shuffle
+from flexfloor.requests import Request, Response, hash_responses, shared_sampling, shuffle
 from flexfloor.world.lengths.base import Lengths, check_oracle
 from flexfloor.world.lengths.observations import Split
 from flexfloor.world.lengths.store import History, load_history, remember
@@ -258,15 +258,10 @@ class Rollout:
         """The clock of the rollout starts when the first request is handed over."""
         self._origin = self._fleet.clock()
         status = self._fleet.status()
-        memory = {"worker_memory": status.worker_memory}
-        settings = {"chunk": self._chunk, "knowledge": self._knowledge} | memory | self._sampling()
+        settings = {"chunk": self._chunk, "knowledge": self._knowledge, "worker_memory": status.worker_memory}
+        settings |= shared_sampling(self._requests.values())
         now, own = datetime.now(UTC).isoformat(timespec="seconds"), self._policy.name
         self._ledger.write(start_record(self._fleet.info, own, settings, now, status.workers, status.page_bytes))
-
-    def _sampling(self) -> dict[str, Any]:
-        """seed and step, where all requests known so far agree on them."""
-        shared = {(r.sampling.seed, r.sampling.step) for r in self._requests.values()}
-        return dict(zip(("seed", "step"), shared.pop() if len(shared) == 1 else (None, None), strict=True))
 
     @property
     def _now(self) -> float:

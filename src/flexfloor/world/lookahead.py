@@ -106,11 +106,15 @@ class LookAhead:
     def takes_all(self, batch: Batch, workers: int) -> bool:
         """Whether so many workers hold all that waits beside what is live, at once and as it grows, so that the order
         in which it is taken in does not matter."""
-        at = int(np.searchsorted(self.sizes, workers, side="right")) - 1
+        index = self._index(workers)
         left = np.concatenate([batch.left, batch.wait_left])
-        if len(left) > workers * self._max_batch:
+        if len(left) > self.sizes[index] * self._max_batch:
             return False
-        return _peak(np.concatenate([batch.kv, batch.wait_kv]), left) <= self._caps[max(at, 0)]
+        return bool(_peak(np.concatenate([batch.kv, batch.wait_kv]), left) <= self._caps[index])
+
+    def _index(self, workers: int) -> int:
+        """Of the largest size up to `workers`, else of the smallest one."""
+        return max(int(np.searchsorted(self.sizes, workers, side="right")) - 1, 0)
 
     def roll(
         self,
@@ -127,14 +131,14 @@ class LookAhead:
         (workers + price) · time by more than the change costs, and with an infinite price never. hold: iterations
         before it may. Nobody leaves while requests wait.
         """
-        index = int(np.searchsorted(self.sizes, workers, side="right")) - 1
+        index = self._index(workers)
         width = max(1.0, batch.longest / bins)
         # Siblings go to workers as if drawn by lot; a burst of prompts is not as even as what decodes.
-        m = float(self.sizes[max(index, 0)])
+        m = float(self.sizes[index])
         shares = m * (1 - (1 - 1 / m) ** batch.siblings) / batch.siblings if self._scattered else 1 / batch.siblings
         prefill = batch.wait_prefill * shares
         seconds, occupied, last, iterations = _roll(
-            self.cost.coefficients, self.cost.latency, self.sizes, self._caps, max(index, 0),
+            self.cost.coefficients, self.cost.latency, self.sizes, self._caps, index,
             self._moves / self.time_scale,
             batch.kv, batch.left, batch.wait_kv, batch.wait_left, prefill,
             price, hold, self._max_batch, self._prefill, width,
