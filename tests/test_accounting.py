@@ -245,6 +245,19 @@ def test_the_file_gives_the_same_summary_as_the_records_in_memory(tmp_path: Path
     assert summarize(read_ledger(path)).to_json() == summarize(writer.records).to_json()
 
 
+def test_two_runs_do_not_write_one_ledger(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    first, second, records = LedgerWriter(path), LedgerWriter(path), hand_written()
+    first.write(records[0])
+    with pytest.raises(InputError, match=r"ledger\.jsonl: another run is writing this ledger; name another file"):
+        second.write(records[0])
+    first.write(records[1])
+    first.close()
+    assert len(read_ledger(path)) == 2
+    LedgerWriter(path).write(records[0])  # the file of an earlier run is written anew
+    assert len(read_ledger(path)) == 1
+
+
 def test_every_truncation_of_a_ledger_can_be_read(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     writer = LedgerWriter(path)

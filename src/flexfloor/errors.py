@@ -59,3 +59,21 @@ def concerning(*settings: str) -> Iterator[None]:
     except InputError as error:
         error.settings = error.settings or settings
         raise
+
+
+@contextmanager
+def interrupts_as_raised() -> Iterator[None]:
+    """What a signal handler raised (KeyboardInterrupt, say) leaves the block as itself, whatever code it came up in.
+
+    A handler may run inside native code, such as Numba's while it makes Python objects of a result. That code goes on
+    as if nothing had been raised, and Python then raises a SystemError, an Exception, with the other as its cause.
+    """
+    try:
+        yield
+    except SystemError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, SystemError):
+            cause = cause.__cause__
+        if cause is None or isinstance(cause, Exception):
+            raise
+        raise cause from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError
+from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError, interrupts_as_raised
 from flexfloor.fleet import Fleet, Progress, refused
 from flexfloor.ledger.accounting import Summary, summarize
 from flexfloor.ledger.events import (
@@ -170,6 +170,10 @@ class Rollout:
         return summarize(self._ledger.records)
 
     def __iter__(self) -> Iterator[Response]:
+        with interrupts_as_raised():
+            yield from self._run()
+
+    def _run(self) -> Iterator[Response]:
         fleet = self._fleet
         if fleet in _busy:
             raise FlexFloorError("a rollout is running on this fleet; wait for its end, or close its iterator")

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from flexfloor.errors import interrupts_as_raised
+
 _SIGNALS = tuple(s for s in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, s))
 _PATIENCE = 10.0  # seconds that the way out may take before a second signal cuts it short
 
@@ -44,7 +46,8 @@ def stoppable() -> Iterator[None]:
             # A shell that starts a job in the background, and nohup, ask for signals to be ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 before[signum] = signal.signal(signum, stop)
-        yield
+        with interrupts_as_raised():
+            yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -19,8 +19,11 @@ Times `t*` are seconds since the first request was handed over.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -151,8 +154,9 @@ def end_record(
 class LedgerWriter:
     """Writes records to a file at its final name, valid after every line, and keeps them; path None only keeps them.
 
-    The file is opened, and its folder made, by the first record. on_record: told each record once it is written; it
-    must not change it. `write` raises InputError when the file cannot be opened, FlexFloorError when the disk is full.
+    The file is opened, and its folder made, by the first record; until it is closed no other writer can have it.
+    on_record: told each record once it is written; it must not change it. `write` raises InputError when the file cannot
+    be had, FlexFloorError when the disk is full.
     """
 
     def __init__(self, path: Path | None = None, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -181,9 +185,20 @@ class LedgerWriter:
 
 
 def _open(path: Path) -> IO[str]:
+    """For writing, from its beginning, and by nobody else until it is closed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
+        file = path.open("a", encoding="utf-8")  # empties nothing before the file is ours
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise InputError(f"{path}: another run is writing this ledger; name another file, or wait for it") from None
+        except OSError:
+            pass  # a file system that knows no locks
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.truncate(0)
+        return file
     except OSError as error:
         raise InputError(f"{path}: the ledger cannot be written ({error.strerror}); name another file") from None
 
