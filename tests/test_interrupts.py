@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -21,6 +22,8 @@ from flexfloor.world.batch import BatchModel
 
 TRIES = 400
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @contextmanager
 def interrupted_within(seconds: float) -> Iterator[None]:
@@ -30,7 +33,8 @@ def interrupted_within(seconds: float) -> Iterator[None]:
         handler(signal.SIGINT, None)
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # And again, because Python drops what is raised in a destructor.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
@@ -75,13 +79,31 @@ def test_another_system_error_stays():
 
 
 def test_in_a_rollout():
+    def run() -> None:
+        flexfloor.rollout(fleet, requests, policy="flexfloor", knowledge="oracle", profile=DEVICE, chunk=1)
+
     requests, chance, found = make_requests([3, 9, 40, 220] * 8), random.Random(0), set()
+    fleet = SimulatedFleet(SHAPE, with_pages(200, 2), 2, page_tokens=4)
+    run()  # loads what Numba has compiled
     for _ in range(60):
         fleet = SimulatedFleet(SHAPE, with_pages(200, 2), 2, page_tokens=4)
         try:
             with interrupted_within(chance.uniform(1e-3, 2e-2)):
                 while True:
-                    flexfloor.rollout(fleet, requests, policy="flexfloor", knowledge="oracle", profile=DEVICE, chunk=1)
+                    run()
         except BaseException as error:
             found.add(type(error))
     assert found == {KeyboardInterrupt}
+
+
+class Destroyed:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_in_a_destructor():
+    """Python drops what is raised there."""
+    with pytest.raises(Stopped), stoppable():
+        Destroyed()
+        time.sleep(1)
+        pytest.fail("it went on")

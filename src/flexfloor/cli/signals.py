@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +41,19 @@ def stoppable() -> Iterator[None]:
         first = time.monotonic()
         raise Stopped(signum)
 
+    def lost(unraisable: Any) -> None:
+        nonlocal first
+        if isinstance(unraisable.exc_value, Stopped):
+            first = None
+            # Not before this hook, which would swallow it too, has come back.
+            threading.Timer(0.01, signal.raise_signal, unraisable.exc_value.args).start()
+        else:
+            hook(unraisable)
+
     before: dict[int, Any] = {}
+    hook = sys.unraisablehook
+    # A destructor or the callback of a weak reference in which it was raised has swallowed it: once more, then.
+    sys.unraisablehook = lost
     try:
         for name in _SIGNALS:
             signum = getattr(signal, name)
@@ -49,5 +63,6 @@ def stoppable() -> Iterator[None]:
         with interrupts_as_raised():
             yield
     finally:
+        sys.unraisablehook = hook
         for signum, handler in before.items():
             signal.signal(signum, handler)

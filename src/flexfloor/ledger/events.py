@@ -155,8 +155,8 @@ class LedgerWriter:
     """Writes records to a file at its final name, valid after every line, and keeps them; path None only keeps them.
 
     The file is opened, and its folder made, by the first record; until it is closed no other writer can have it.
-    on_record: told each record once it is written; it must not change it. `write` raises InputError when the file cannot
-    be had, FlexFloorError when the disk is full.
+    on_record: told each record once it is written; it must not change it. `write` raises InputError when the file
+    cannot be had, FlexFloorError when the disk is full.
     """
 
     def __init__(self, path: Path | None = None, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
