@@ -112,8 +112,8 @@ def worker_memory(model: Path, workers: int, requests: list[flexfloor.Request], 
 def pin(fleet: flexfloor.Fleet) -> None:
     """A core for each worker."""
     cores = sorted(psutil.Process().cpu_affinity() or range(psutil.cpu_count() or 1))
-    for index, handle in enumerate(fleet._crew.handles.values()):  # type: ignore[attr-defined]
-        psutil.Process(handle.pid).cpu_affinity([cores[index % len(cores)]])
+    for index, process in enumerate(fleet.processes.values()):  # type: ignore[attr-defined]
+        psutil.Process(process).cpu_affinity([cores[index % len(cores)]])
 
 
 def run(

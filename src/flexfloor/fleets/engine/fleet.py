@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,25 +10,21 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch.distributed as dist
 
 from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError, UnsupportedError, WorkerFailedError
-from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, ResizeOutcome, WorkerStatus, load_plugin
+from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, ResizeOutcome, WorkerStatus
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.crew import Crew
 from flexfloor.fleets.engine.launcher import Stopwatch
-from flexfloor.fleets.engine.numerics import NumericsPath, cbwr_setting, paths_to_try
 from flexfloor.fleets.engine.pacing import Pace
-from flexfloor.fleets.engine.plan import check_device, check_request, plan_memory, read_eos_token_ids, total_tokens
+from flexfloor.fleets.engine.plan import check_device, check_request, plan_memory, total_tokens
 from flexfloor.fleets.engine.resizing import ResizeRun
+from flexfloor.fleets.engine.staff import Staff
 from flexfloor.fleets.engine.weights import StagedWeights, Weights
-from flexfloor.fleets.engine.worker import WorkerConfig
 from flexfloor.requests import Request
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
 from flexfloor.world.resize import ResizePlan, check_plan, plan_regrow
-
-_COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike long before a group's own timeout
 
 UNSUPPORTED_OPTIONS = {
     "tensor_parallel_size": "tensor parallelism inside a worker",
@@ -92,9 +87,9 @@ class EngineFleet(Fleet):
         self._staged: StagedWeights | None = None
         self._has_source = True  # the checkpoint at hand holds the weights in use
         self._crew = Crew(settings.worker_timeout)
+        self._staff = Staff(self._crew, info, self._memory, self._home, settings, self._pace)
         self._requests: dict[str, Request] = {}  # known and not finished
         self._bound: dict[str, int] = {}
-        self._store: Any = None
         self._status: dict[int, WorkerStatus] = {}
         self._load: dict[int, np.ndarray] = {}
         self._stale = True  # workers were told something that their last status does not show
@@ -110,16 +105,14 @@ class EngineFleet(Fleet):
     def _launch(self, workers: int, on_phase: Callable[[str], None]) -> None:
         settings, clock = self._settings, Stopwatch(self._seconds, on_phase)
         with clock.phase("start", f"starting {workers} workers"):
-            self._start_processes(range(workers))
+            self._staff.start(range(workers))
         with clock.phase("load", "loading weights"):
-            loaded = self._load_weights(range(workers))
+            loaded = self._staff.load(range(workers))
         with clock.phase("connect", "connecting"):
-            # Owned by the driver, which is never released; one key prefix a group.
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._open_store(range(workers))
+            self._staff.open_store(range(workers))
             self._call("connect", dict.fromkeys(self._members, (self._tag(), self._placement, self._members)))
         with clock.phase("self-check", "checking numerics"):
-            path = self._choose_numerics(self._members)
+            path = self._staff.choose_numerics()
         self._info = FleetInfo(
             kind="engine",
             model=str(self._checkpoint.path),
@@ -138,20 +131,6 @@ class EngineFleet(Fleet):
         )
         self.start()
 
-    def _start_processes(self, workers: Iterable[int]) -> None:
-        settings, numbers = self._settings, list(workers)
-        launcher = load_plugin("flexfloor.launchers", settings.launcher)()
-        self._crew.add(dict(zip(numbers, launcher.start(len(numbers), self._environment()), strict=True)))
-        interval = min(1.0, settings.worker_timeout / 4)
-        self._call("init", {w: (self._worker_config(w), interval) for w in numbers})
-
-    def _load_weights(self, workers: Iterable[int]) -> dict[int, int]:
-        """Dense weights and the experts of the home placement. Returns expert bytes loaded, by worker."""
-        return self._call("load", dict.fromkeys(workers, ()))
-
-    def _open_store(self, workers: Iterable[int]) -> None:
-        self._call("open_store", dict.fromkeys(workers, (("127.0.0.1", self._store.port),)))
-
     def _tag(self) -> str:
         """A name for a group that no group of this fleet had before."""
         self._tags += 1
@@ -163,44 +142,6 @@ class EngineFleet(Fleet):
 
     def _call(self, verb: str, payloads: Mapping[int, tuple], may_fail: bool = False) -> dict[int, Any]:
         return self._crew.call(verb, payloads, may_fail)
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(self._settings.threads_per_worker)
-        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if self._settings.resolved_numerics == "bitwise" and (setting := cbwr_setting(self._checkpoint.dtype)):
-            environment["MKL_CBWR"] = setting
-        if fault := os.environ.get("FLEXFLOOR_FAULT"):
-            environment["FLEXFLOOR_FAULT"] = fault
-        return environment
-
-    def _worker_config(self, worker: int) -> WorkerConfig:
-        s = self._settings
-        return WorkerConfig(
-            worker=worker,
-            info=self._checkpoint,
-            memory=self._memory[worker],
-            placement=self._home,
-            eos_token_ids=read_eos_token_ids(self._checkpoint),
-            device=f"cuda:{worker}" if s.device == "cuda" else "cpu",
-            transport=s.resolved_transport,
-            threads=s.threads_per_worker,
-            page_tokens=s.page_tokens,
-            max_batch=s.max_batch,
-            prefill_tokens=s.prefill_tokens,
-            group_timeout=s.worker_timeout * _COLLECTIVE_TIMEOUTS,
-            pace=self._pace,
-        )
-
-    def _choose_numerics(self, members: Sequence[int]) -> NumericsPath:
-        paths = paths_to_try(self._settings.resolved_numerics, "MKL_CBWR" in self._environment())
-        for path in paths:
-            if all(self._call("check_numerics", dict.fromkeys(members, (path,))).values()):
-                return path
-        raise UnsupportedError(
-            f"numerics 'bitwise' does not hold on this machine for {self._checkpoint.dtype} (tried "
-            f"{', '.join(paths) or 'nothing'}); use `numerics` fast",
-            settings=("numerics",),
-        )
 
     # -- the verbs ---------------------------------------------------------------------------------------------
 
@@ -321,9 +262,9 @@ class EngineFleet(Fleet):
             self.close()
             raise WorkerFailedError(ended[0], "was lost while it was parked, and its weights are kept nowhere else")
         if ended:
-            self._start_processes(ended)
-            self._load_weights(ended)
-            self._open_store(ended)
+            self._staff.start(ended)
+            self._staff.load(ended)
+            self._staff.open_store(ended)
             self._call("model.set_numerics", dict.fromkeys(ended, (self._info.numerics_path,)))
             self._update_status()
         outcome = self._carry_out(plan, self.status(), frozenset(ended))
@@ -347,9 +288,33 @@ class EngineFleet(Fleet):
         self._staged = None
         self._has_source = self._settings.release == "end"
         if self._has_source:  # processes that start anew load from it
-            self._staged, self._checkpoint = staged, staged.info
+            self._staged = staged
+            self._checkpoint = self._staff.checkpoint = staged.info
         else:
             staged.remove()
+
+    def sleep(self) -> int:
+        """Give the memory of experts and KV back between two rollouts, for trainers that need the device meanwhile.
+
+        What stays are the processes, their group and the dense weights. Until `wake` and then `load_weights` the fleet
+        must not be used. Returns bytes. Raises FlexFloorError while workers are released or requests are not done.
+        """
+        status = self.status()
+        if len(status.active) < self._info.workers or status.requests:
+            raise FlexFloorError("a fleet sleeps between rollouts, when all workers are back and all requests are done")
+        self._call("sleep", dict.fromkeys(self._members, ()))
+        self._update_status()
+        return sum(w.arena_bytes for w in status.workers)
+
+    def wake(self) -> None:
+        """Memory again after `sleep`, without experts in it: `load_weights` comes next, before any rollout."""
+        self._call("wake", dict.fromkeys(self._members, ()))
+        self._update_status()
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Process ids on this machine, by worker; without those that are elsewhere, or have ended with a release."""
+        return {w: handle.pid for w, handle in self._crew.handles.items() if hasattr(handle, "pid")}
 
     def status(self) -> FleetStatus:
         if self._stale:
@@ -379,7 +344,7 @@ class EngineFleet(Fleet):
         if self._staged is not None:
             self._staged.remove()
             self._staged = None
-        self._store = None
+        self._staff.close()
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,6 @@ from verl.workers.rollout.replica import TokenOutput
 
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
 from flexfloor.fleets.engine.fleet import EngineFleet, launch_engine
-from flexfloor.fleets.engine.sleeping import sleep, wake
 from flexfloor.integrations.verl.consumers import Bundle, Consumers, RecallingFleet
 from flexfloor.integrations.verl.driving import AbandonedError, Outcome, StepRollout
 from flexfloor.integrations.verl.sampling import read_sampling
@@ -127,13 +126,13 @@ class RolloutServer:
         """Wait for the end of the rollout, then give the memory of experts and KV back for the training."""
         await self._quiet()
         if self._settings.sleeps and not self._asleep:
-            await asyncio.to_thread(sleep, self.fleet)
+            await asyncio.to_thread(self.fleet.sleep)
             self._asleep, self._has_weights = True, False
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Memory again; the weights come after it."""
         if self._asleep:
-            await asyncio.to_thread(wake, self.fleet)
+            await asyncio.to_thread(self.fleet.wake)
             self._asleep = False
 
     async def load_weights(self, folder: str, version: int | None) -> None:
@@ -152,7 +151,7 @@ class RolloutServer:
 
     async def processes(self) -> list[int]:
         """Process ids of the workers."""
-        return [handle.pid for handle in self.fleet._crew.handles.values() if hasattr(handle, "pid")]
+        return list(self.fleet.processes.values())
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
