@@ -150,7 +150,7 @@ def start_long_rollout(fleet: EngineFleet) -> Iterator[flexfloor.Response]:
 def test_a_killed_worker_ends_the_run_at_once_and_by_name(checkpoint: Callable, victim: int) -> None:
     fleet = flexfloor.Fleet.launch(checkpoint("tiny"), workers=3)
     assert isinstance(fleet, EngineFleet)
-    pids = list(fleet.processes.values())  # type: ignore[attr-defined]
+    pids = list(fleet.processes.values())
     responses = start_long_rollout(fleet)
     killed_at = time.monotonic()
     threading.Timer(0.05, os.kill, (pids[victim], signal.SIGKILL)).start()
@@ -165,7 +165,7 @@ def test_a_killed_worker_ends_the_run_at_once_and_by_name(checkpoint: Callable, 
 def test_a_stopped_worker_is_named_within_worker_timeout(checkpoint: Callable) -> None:
     fleet = flexfloor.Fleet.launch(checkpoint("tiny"), workers=2, worker_timeout=3)
     assert isinstance(fleet, EngineFleet)
-    pids = list(fleet.processes.values())  # type: ignore[attr-defined]
+    pids = list(fleet.processes.values())
     responses = start_long_rollout(fleet)
     os.kill(pids[1], signal.SIGSTOP)
     stopped_at = time.monotonic()

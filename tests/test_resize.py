@@ -347,12 +347,12 @@ def test_ended_processes_come_back(checkpoint: Callable, expected: Callable) -> 
     with flexfloor.Fleet.launch(checkpoint("qwen3_moe"), workers=3, release="end") as fleet:
         assert isinstance(fleet, EngineFleet)
         for _ in range(2):
-            before = set(fleet.processes.values())  # type: ignore[attr-defined]
+            before = set(fleet.processes.values())
             gone: list[int] = []
             summary = run(fleet, consolidate(), on_release=gone.append)
             assert hashes(summary) == expected("qwen3_moe")
             assert gone
-            after = set(fleet.processes.values())  # type: ignore[attr-defined]
+            after = set(fleet.processes.values())
             assert len(after) == 3
             assert not any(psutil.pid_exists(pid) for pid in before - after)
             assert len(before - after) == len(gone)

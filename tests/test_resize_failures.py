@@ -27,7 +27,7 @@ def launch(model: object, workers: int = 3, **options: Any) -> EngineFleet:
 
 
 def pids(fleet: EngineFleet) -> list[int]:
-    return list(fleet.processes.values())  # type: ignore[attr-defined]
+    return list(fleet.processes.values())
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_parked_worker_may_be_lost(checkpoint: Callable, expected: tuple, how:
 
 
 def sorted_pids(fleet: EngineFleet) -> list[int]:
-    return [pid for _, pid in sorted(fleet.processes.items())]  # type: ignore[attr-defined]
+    return [pid for _, pid in sorted(fleet.processes.items())]
 
 
 def test_an_interrupted_fleet_says_so(checkpoint: Callable) -> None:
