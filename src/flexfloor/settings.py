@@ -94,7 +94,7 @@ class EngineSettings(Settings):
         "auto", description="bitwise: tokens do not depend on batch, workers or preemption; auto: bitwise on cpu"
     )
     transport: Literal["auto", "socket", "gloo", "nccl"] = Field(
-        "auto", description="between workers; auto: Unix sockets on cpu, nccl on cuda"
+        "auto", description="between workers; auto: socket on cpu, nccl on cuda"
     )
     worker_timeout: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a worker is failed")
     launcher: str = Field("local", description="how worker processes are started")

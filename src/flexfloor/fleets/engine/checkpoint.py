@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,24 @@ class CheckpointInfo:
     head_dim: int
     dense: dict[str, TensorEntry]
     experts: dict[tuple[int, int, Part], TensorEntry]
+
+    def check_readable(self, machine: str) -> None:
+        """Asked by a worker, which may be on another machine than who inspected the files. Raises InputError."""
+        for file in {entry.file for entry in [*self.dense.values(), *self.experts.values()]}:
+            if not os.access(file, os.R_OK):
+                raise InputError(
+                    f"machine {machine} cannot read {file}; a checkpoint must lie at the same path on every machine "
+                    "with a worker"
+                )
+
+    def moved_to(self, folder: Path) -> CheckpointInfo:
+        """The same, read from a copy."""
+
+        def move(entry: TensorEntry) -> TensorEntry:
+            return replace(entry, file=folder / entry.file.relative_to(self.path))
+
+        dense = {name: move(entry) for name, entry in self.dense.items()}
+        return replace(self, path=folder, dense=dense, experts={key: move(e) for key, e in self.experts.items()})
 
 
 def inspect_checkpoint(path: Path | str, dtype: str = "auto") -> CheckpointInfo:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
+import json
 import os
+import secrets
 import select
 import socket
 import struct
@@ -15,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine, family_of, listen
 
 Transport = Literal["socket", "gloo", "nccl"]
 
@@ -59,23 +64,50 @@ class EpochGroup(ABC):
         return out.tolist()
 
 
+_TOKEN = "token"
+
+
+def open_store(address: str) -> dist.TCPStore:
+    """The driver's store, in which members of a group find each other. It listens at this address of the driver's
+    machine and nowhere else, and holds the token by which workers of several machines know each other."""
+    listener = listen(address)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set(_TOKEN, secrets.token_hex(32))
+    return store
+
+
 def join_group(
-    transport: Transport, store: dist.Store, tag: str, epoch: int, members: Sequence[int], worker: int, timeout: float
+    transport: Transport,
+    store: dist.Store,
+    tag: str,
+    epoch: int,
+    members: Sequence[int],
+    worker: int,
+    timeout: float,
+    machine: Machine = THIS_MACHINE,
 ) -> EpochGroup:
     """Enter the group of an epoch. store: the driver's; tag: never used before in it. timeout: seconds that one
-    exchange may take. Collective."""
+    exchange may take. machine: this worker's. Collective."""
     prefixed = dist.PrefixStore(tag, store)
     prefixed.set_timeout(timedelta(seconds=timeout))
     if transport == "socket":
-        return SocketGroup(prefixed, epoch, members, worker, timeout)
-    return TorchGroup(transport, prefixed, epoch, members, worker, timeout)
+        return SocketGroup(prefixed, epoch, members, worker, timeout, machine, lambda: store.get(_TOKEN))
+    return TorchGroup(transport, prefixed, epoch, members, worker, timeout, machine)
 
 
 class TorchGroup(EpochGroup):
     """A process group of torch.distributed, without its global state."""
 
     def __init__(
-        self, backend: Transport, store: dist.Store, epoch: int, members: Sequence[int], worker: int, timeout: float
+        self,
+        backend: Transport,
+        store: dist.Store,
+        epoch: int,
+        members: Sequence[int],
+        worker: int,
+        timeout: float,
+        machine: Machine,
     ) -> None:
         super().__init__(epoch, members, worker)
         limit = timedelta(seconds=timeout)
@@ -86,9 +118,16 @@ class TorchGroup(EpochGroup):
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
-            # Over loopback: no host name has to resolve, no port is open to the network.
-            options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+            options._devices = [self._device(store, machine)]
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def _device(self, store: dist.Store, machine: Machine) -> Any:
+        store.set(f"machine{self.rank}", machine.name)
+        names = store.multi_get([f"machine{rank}" for rank in range(self.size)])
+        if any(name.decode() != machine.name for name in names):
+            return dist.ProcessGroupGloo.create_device(hostname=machine.address)
+        # Over loopback: no host name has to resolve, no port is open to the network.
+        return dist.ProcessGroupGloo.create_device(interface="lo")
 
     def all_to_all(
         self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int], source_splits: Sequence[int]
@@ -107,48 +146,99 @@ class TorchGroup(EpochGroup):
 
 
 class SocketGroup(EpochGroup):
-    """Workers of one machine, each pair joined by a Unix socket.
+    """Each pair of workers joined by a socket: a Unix socket on one machine, TCP between two.
 
     An exchange is a few system calls of the calling thread; a process group's own threads cost a change of context for
     every message, which is what small exchanges consist of.
     """
 
     _BUFFER = 4 * 2**20  # bytes a socket takes before its reader has to keep up
+    _GREETING = 5.0  # most seconds between a peer's call and its greeting
 
-    def __init__(self, store: dist.Store, epoch: int, members: Sequence[int], worker: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        epoch: int,
+        members: Sequence[int],
+        worker: int,
+        timeout: float,
+        machine: Machine,
+        token: Callable[[], bytes],
+    ) -> None:
+        """token: what only members know; asked for when they are on several machines."""
         super().__init__(epoch, members, worker)
-        self._timeout = timeout
+        self._timeout, self._token = timeout, b""
         self._peers: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX) as listener:
+        listeners = [socket.socket(socket.AF_UNIX)]
+        try:
             # An address in the abstract namespace is no file: nothing is left behind.
-            address = f"\0flexfloor-{os.getpid()}-{epoch}-{os.urandom(8).hex()}"
-            listener.bind(address)
-            listener.listen(self.size)
-            listener.settimeout(timeout)
-            store.set(f"address{self.rank}", address)
+            path = f"\0flexfloor-{os.getpid()}-{epoch}-{os.urandom(8).hex()}"
+            listeners[0].bind(path)
+            listeners[0].listen(self.size)
+            store.set(f"member{self.rank}", json.dumps([machine.name, path]))
+            told = [json.loads(m) for m in store.multi_get([f"member{rank}" for rank in range(self.size)])]
+            near = {rank: path for rank, (name, path) in enumerate(told) if name == machine.name}
+            if len(near) < self.size:
+                self._token = token()
+                listeners.append(listen(machine.address, self.size))
+                store.set(f"address{self.rank}", json.dumps(listeners[1].getsockname()[:2]))
             for peer in range(self.rank):
-                self._peers[peer] = self._connect(store.get(f"address{peer}").decode())
-            while len(self._peers) < self.size - 1:
-                self._accept(listener)
+                if peer in near:
+                    self._connect(peer, near[peer])
+                else:
+                    self._connect(peer, tuple(json.loads(store.get(f"address{peer}"))))
+            self._accept_all(listeners)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for listener in listeners:
+                listener.close()
         for joined in self._peers.values():
-            joined.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._BUFFER)
+            if joined.family == socket.AF_UNIX:  # the kernel makes those of TCP larger than it lets a program ask for
+                joined.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._BUFFER)
+            else:
+                joined.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             joined.setblocking(False)
 
-    def _connect(self, address: str) -> socket.socket:
-        peer = socket.socket(socket.AF_UNIX)
-        peer.settimeout(self._timeout)
-        peer.connect(address)
-        peer.sendall(struct.pack("i", self.rank))
-        return peer
+    def _connect(self, peer: int, address: str | tuple) -> None:
+        near = isinstance(address, str)
+        self._peers[peer] = line = socket.socket(socket.AF_UNIX if near else family_of(address[0]))
+        line.settimeout(self._timeout)
+        line.connect(address)
+        line.sendall((b"" if near else self._token) + struct.pack("i", self.rank))
 
-    def _accept(self, listener: socket.socket) -> None:
-        peer, _ = listener.accept()
-        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():
-            peer.close()
-            return
-        peer.settimeout(self._timeout)
-        self._peers[struct.unpack("i", peer.recv(4, socket.MSG_WAITALL))[0]] = peer
+    def _accept_all(self, listeners: Sequence[socket.socket]) -> None:
+        deadline = time.monotonic() + self._timeout
+        while missing := set(range(self.rank + 1, self.size)) - self._peers.keys():
+            ready, _, _ = select.select(listeners, [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(self.members[rank] for rank in missing)
+                raise RuntimeError(f"joining timed out after {self._timeout:g} s waiting for workers {late}")
+            line, _ = ready[0].accept()
+            line.settimeout(self._GREETING)
+            rank = self._greeted(line)
+            if rank in missing:
+                self._peers[rank] = line
+            else:
+                line.close()  # somebody else's call
+
+    def _greeted(self, line: socket.socket) -> int | None:
+        """The rank that calls, None if it is none of the members."""
+        token = b""
+        if line.family == socket.AF_UNIX:
+            _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():
+                return None
+        else:
+            token = self._token
+        try:
+            said = line.recv(len(token) + 4, socket.MSG_WAITALL)
+        except OSError:
+            return None
+        if len(said) != len(token) + 4 or not hmac.compare_digest(said[: len(token)], token):
+            return None
+        return struct.unpack("i", said[len(token) :])[0]
 
     def all_to_all(
         self, out: torch.Tensor, source: torch.Tensor, out_splits: Sequence[int], source_splits: Sequence[int]

@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from flexfloor.errors import InputError
 from flexfloor.fleet import load_plugin
-from flexfloor.fleets.engine.comm import EpochGroup, join_group
+from flexfloor.fleets.engine.comm import EpochGroup, join_group, open_store
 from flexfloor.fleets.engine.crew import Crew
+from flexfloor.fleets.engine.machine import Machine
 from flexfloor.fleets.engine.plan import check_device
+from flexfloor.fleets.engine.staff import device_of
 from flexfloor.fleets.engine.worker import process_memory
 from flexfloor.settings import EngineSettings
 
@@ -61,6 +63,7 @@ class BenchConfig:
     transport: str
     threads: int
     group_timeout: float  # seconds
+    machine: Machine
 
     def make_worker(self) -> CommBench:
         return CommBench(self)
@@ -88,7 +91,7 @@ class CommBench:
         """Enter a group in place of the one before. Collective over `members`."""
         c: Any = self._config
         self.leave()
-        self._group = join_group(c.transport, self._store, tag, epoch, members, c.worker, c.group_timeout)
+        self._group = join_group(c.transport, self._store, tag, epoch, members, c.worker, c.group_timeout, c.machine)
 
     def leave(self) -> None:
         if self._group is not None:
@@ -145,9 +148,9 @@ def measure_exchanges(
     crew = Crew(settings.worker_timeout)
     try:
         on_phase(f"starting {max(sizes)} workers")
-        _start(crew, max(sizes), settings)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        crew.call("open_store", dict.fromkeys(crew.handles, (("127.0.0.1", store.port),)))
+        home = _start(crew, max(sizes), settings)
+        store = open_store(home.address)
+        crew.call("open_store", dict.fromkeys(crew.handles, ((home.address, store.port),)))
         found = []
         for epoch, size in zip(count(1), sorted(set(sizes)), strict=False):
             members = tuple(range(size))
@@ -163,20 +166,23 @@ def measure_exchanges(
         crew.close()
 
 
-def _start(crew: Crew, workers: int, settings: EngineSettings) -> None:
+def _start(crew: Crew, workers: int, settings: EngineSettings) -> Machine:
+    """Returns the driver's machine."""
     threads = str(settings.threads_per_worker)
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    launcher = load_plugin("flexfloor.launchers", settings.launcher)()
-    crew.add(dict(enumerate(launcher.start(workers, environment))))
+    launcher = load_plugin("flexfloor.launchers", settings.launcher)(settings.device)
+    crew.add(dict(enumerate(launcher.start(range(workers), environment))))
     interval = min(1.0, settings.worker_timeout / 4)
     configs = {
         worker: BenchConfig(
             worker,
-            f"cuda:{worker}" if settings.device == "cuda" else "cpu",
+            device_of(worker, crew.handles[worker], settings),
             settings.resolved_transport,
             settings.threads_per_worker,
             settings.worker_timeout,
+            crew.handles[worker].machine,
         )
         for worker in range(workers)
     }
     crew.call("init", {worker: (config, interval) for worker, config in configs.items()})
+    return launcher.home

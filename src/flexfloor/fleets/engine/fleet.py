@@ -15,7 +15,7 @@ from flexfloor.errors import FlexFloorError, InputError, PlanRefusedError, Unsup
 from flexfloor.fleet import Fleet, FleetInfo, FleetStatus, Progress, ResizeOutcome, WorkerStatus
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from flexfloor.fleets.engine.crew import Crew
-from flexfloor.fleets.engine.launcher import Stopwatch
+from flexfloor.fleets.engine.launcher import Launcher, Stopwatch
 from flexfloor.fleets.engine.pacing import Pace
 from flexfloor.fleets.engine.plan import check_device, check_request, plan_memory, total_tokens
 from flexfloor.fleets.engine.resizing import ResizeRun
@@ -43,10 +43,12 @@ def launch_engine(
     *,
     requests: Sequence[Request] = (),
     on_phase: Callable[[str], None] | None = None,
+    start_by: Launcher | None = None,
     **options: Any,
 ) -> EngineFleet:
     """Start a fleet of worker processes. options: fields of EngineSettings. on_phase: told what the launch does.
 
+    start_by: starts the processes in place of the launcher that the settings name.
     requests: that are going to be submitted; one that cannot run is refused here already.
     Everything that can be refused is refused before a process is started. Raises InputError, UnsupportedError.
     """
@@ -57,7 +59,7 @@ def launch_engine(
     if workers < 1:
         raise InputError(f"workers is {workers}; give at least 1")
     info = inspect_checkpoint(model, settings.dtype)
-    return EngineFleet(info, workers, settings, requests, on_phase or (lambda phase: None))
+    return EngineFleet(info, workers, settings, requests, on_phase or (lambda phase: None), start_by)
 
 
 class EngineFleet(Fleet):
@@ -70,12 +72,13 @@ class EngineFleet(Fleet):
         settings: EngineSettings,
         requests: Sequence[Request],
         on_phase: Callable[[str], None],
+        start_by: Launcher | None,
     ) -> None:
         self._checkpoint, self._settings = info, settings
         self._placement = place_contiguous(len(info.shape.moe_layers), info.shape.experts, workers)
         self._memory = plan_memory(info, self._placement, workers, settings)
         self._pace = Pace.of(settings)
-        check_device(settings, workers)
+        check_device(settings, workers, local=settings.launcher == "local" and start_by is None)
         for request in requests:  # first, so that a refused budget is answered with the size that does for all
             check_request(request, info, self._memory)
         for plan in self._memory:
@@ -87,7 +90,7 @@ class EngineFleet(Fleet):
         self._staged: StagedWeights | None = None
         self._has_source = True  # the checkpoint at hand holds the weights in use
         self._crew = Crew(settings.worker_timeout)
-        self._staff = Staff(self._crew, info, self._memory, self._home, settings, self._pace)
+        self._staff = Staff(self._crew, info, self._memory, self._home, settings, self._pace, start_by)
         self._requests: dict[str, Request] = {}  # known and not finished
         self._bound: dict[str, int] = {}
         self._status: dict[int, WorkerStatus] = {}
@@ -246,7 +249,7 @@ class EngineFleet(Fleet):
                 if self._settings.release == "end":
                     self._crew.dismiss(worker)
                 else:
-                    self._crew.parked.add(worker)
+                    self._staff.park(worker)
         self._update_status()
         return outcome
 
@@ -257,7 +260,11 @@ class EngineFleet(Fleet):
         if plan.placement.epoch == self._epoch:
             return 0.0  # nobody has left and no expert has moved
         ended = [w for w in plan.joining if w not in self._crew.handles]
-        self._crew.parked.clear()
+        try:
+            self._staff.recall()
+        except FlexFloorError:
+            self.close()
+            raise
         if ended and not self._has_source:
             self.close()
             raise WorkerFailedError(ended[0], "was lost while it was parked, and its weights are kept nowhere else")
@@ -273,22 +280,25 @@ class EngineFleet(Fleet):
             raise FlexFloorError(f"the workers could not come back: {outcome.failed}")
         return time.monotonic() - begin
 
-    def load_weights(self, weights: Weights, version: int | None = None) -> None:
+    def load_weights(self, weights: Weights, version: int | None = None, *, only_here: bool = False) -> None:
+        """only_here: `weights` is a folder that workers on other machines cannot read; each machine gets a copy."""
         if len(self._members) < self._info.workers or self._bound:
             raise FlexFloorError("weights are replaced between rollouts, when all workers are back")
-        staged = StagedWeights(weights, self._checkpoint)
+        staged = StagedWeights(weights, self._checkpoint, only_here)
         try:
-            self._call("load_weights", dict.fromkeys(self._members, (staged.info,)))
+            staged.spread(self._staff.launcher, self._staff.machines)
+            machines = {w: self._crew.handles[w].machine for w in self._members}
+            self._call("load_weights", {w: (staged.info_on(machine),) for w, machine in machines.items()})
         except BaseException:
             staged.remove()
             raise
         self._info = replace(self._info, weights_version=self._info.weights_version + 1 if version is None else version)
         if self._staged is not None:
             self._staged.remove()
-        self._staged = None
+        self._staged = self._staff.staged = None
         self._has_source = self._settings.release == "end"
         if self._has_source:  # processes that start anew load from it
-            self._staged = staged
+            self._staged = self._staff.staged = staged
             self._checkpoint = self._staff.checkpoint = staged.info
         else:
             staged.remove()

@@ -13,11 +13,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from flexfloor.errors import FlexFloorError
+from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine
 
 # glibc reads these at a process's start. Intermediates of an iteration stay in the heap: mapping and unmapping them
 # each time costs page faults, a fifth of the time of a large model. One heap serves all threads.
@@ -32,6 +34,9 @@ class WorkerHandle(Protocol):
     """A started worker as the driver sees it. `pipe` speaks the messages of `process`."""
 
     pipe: Connection
+    machine: Machine
+    sees_one_device: bool
+    """Whether its process sees no GPU but its own; else it sees all of them, and takes the one of its number."""
 
     def exit_reason(self) -> str | None:
         """How the process ended, in words; None while it runs."""
@@ -43,8 +48,32 @@ class WorkerHandle(Protocol):
         """Give the process time to end by itself. True if it has."""
 
 
-class Launcher(Protocol):
-    def start(self, workers: int, environment: Mapping[str, str]) -> list[WorkerHandle]: ...
+class Launcher:
+    """Starts workers for one fleet, knows where they are, and what others count as taken by them."""
+
+    home: Machine = THIS_MACHINE
+    """The driver's machine, known from the first start on. Its address is one that all workers reach."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def start(self, workers: Sequence[int], environment: Mapping[str, str]) -> Sequence[WorkerHandle]:
+        """A process for each of these worker numbers, in their order. Raises InputError when there is no place."""
+        raise NotImplementedError
+
+    def yield_device(self, handle: Any) -> None:
+        """A released worker keeps its process and computes nothing: others may take what it reserves."""
+
+    def reclaim_devices(self, handles: Mapping[int, Any]) -> None:
+        """Before workers that yielded compute again, by number. Raises InputError when others are still there."""
+
+    def copy_folder(self, folder: Path, machines: Sequence[Machine]) -> Mapping[Machine, Path]:
+        """Copies of a folder of files in the memory of other machines, for `remove_folders`. Raises FlexFloorError,
+        after which there are none."""
+        raise NotImplementedError
+
+    def remove_folders(self, copies: Mapping[Machine, Path]) -> None:
+        """Never raises: a machine that is gone has taken its copy along."""
 
 
 class Nursery:
@@ -99,6 +128,9 @@ def _get_nursery() -> Nursery:
 class LocalHandle:
     """A worker forked by the nursery."""
 
+    machine = THIS_MACHINE
+    sees_one_device = False
+
     def __init__(self, nursery: Nursery, environment: Mapping[str, str]) -> None:
         self._nursery = nursery
         ours, theirs = socket.socketpair()
@@ -147,12 +179,12 @@ class LocalHandle:
         return self._code
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """One process a worker, on this machine."""
 
-    def start(self, workers: int, environment: Mapping[str, str]) -> list[WorkerHandle]:
+    def start(self, workers: Sequence[int], environment: Mapping[str, str]) -> list[LocalHandle]:
         nursery = _get_nursery()
-        return [LocalHandle(nursery, environment) for _ in range(workers)]
+        return [LocalHandle(nursery, environment) for _ in workers]
 
 
 class Stopwatch:

@@ -87,13 +87,15 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
 
 
-def check_device(settings: EngineSettings, workers: int) -> None:
-    """Raises InputError for a device that is not there, or a transport that does not go with it."""
+def check_device(settings: EngineSettings, workers: int, local: bool = True) -> None:
+    """Raises InputError for a device that is not there, or a transport that does not go with it.
+
+    local: all workers are on this machine and see its devices; else who starts them knows what there is."""
     if (settings.resolved_transport == "nccl") != (settings.device == "cuda"):
         choices = "nccl" if settings.device == "cuda" else "socket or gloo"
         told = f"transport {settings.transport!r} does not go with device {settings.device}; use {choices}"
         raise InputError(told, settings=("transport", "device"))
-    if settings.device != "cuda":
+    if settings.device != "cuda" or not local:
         return
     import torch
 

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from flexfloor.errors import UnsupportedError
 from flexfloor.fleet import load_plugin
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo
+from flexfloor.fleets.engine.comm import open_store
 from flexfloor.fleets.engine.crew import Crew
+from flexfloor.fleets.engine.launcher import Launcher, WorkerHandle
+from flexfloor.fleets.engine.machine import Machine
 from flexfloor.fleets.engine.numerics import NumericsPath, cbwr_setting, paths_to_try
 from flexfloor.fleets.engine.pacing import Pace
 from flexfloor.fleets.engine.plan import read_eos_token_ids
+from flexfloor.fleets.engine.weights import StagedWeights
 from flexfloor.fleets.engine.worker import WorkerConfig
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import ExpertPlacement
@@ -25,7 +29,8 @@ _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike lon
 class Staff:
     """Starts the workers of a fleet, all of them at its launch and single ones later.
 
-    checkpoint: whose weights a worker loads, may be set anew. memory: by worker. home: the placement they start with.
+    checkpoint: whose weights a worker loads, until `staged` holds others. memory: by worker. home: the placement they
+    start with. launcher: starts the processes in place of the settings' one.
     """
 
     def __init__(
@@ -36,17 +41,36 @@ class Staff:
         home: ExpertPlacement,
         settings: EngineSettings,
         pace: Pace,
+        launcher: Launcher | None = None,
     ) -> None:
         self.checkpoint = checkpoint
+        self.staged: StagedWeights | None = None
+        self.launcher = launcher or load_plugin("flexfloor.launchers", settings.launcher)(settings.device)
         self._crew, self._memory, self._home, self._settings, self._pace = crew, memory, home, settings, pace
         self._store: dist.TCPStore | None = None
 
     def start(self, workers: Iterable[int]) -> None:
-        settings, numbers = self._settings, list(workers)
-        launcher = load_plugin("flexfloor.launchers", settings.launcher)()
-        self._crew.add(dict(zip(numbers, launcher.start(len(numbers), self._environment()), strict=True)))
-        interval = min(1.0, settings.worker_timeout / 4)
+        numbers = list(workers)
+        self._crew.add(dict(zip(numbers, self.launcher.start(numbers, self._environment()), strict=True)))
+        if self.staged is not None:
+            self.staged.spread(self.launcher, self.machines)
+        interval = min(1.0, self._settings.worker_timeout / 4)
         self._crew.call("init", {w: (self._config(w), interval) for w in numbers})
+
+    @property
+    def machines(self) -> list[Machine]:
+        """Where workers are, each machine once."""
+        return list(dict.fromkeys(handle.machine for handle in self._crew.handles.values()))
+
+    def park(self, worker: int) -> None:
+        """A released worker keeps its process; what others count as taken by it, they may have."""
+        self._crew.parked.add(worker)
+        self.launcher.yield_device(self._crew.handles[worker])
+
+    def recall(self) -> None:
+        """Parked workers are going to compute again. Raises InputError when others have what is theirs."""
+        self.launcher.reclaim_devices({w: self._crew.handles[w] for w in sorted(self._crew.parked)})
+        self._crew.parked.clear()
 
     def load(self, workers: Iterable[int]) -> dict[int, int]:
         """Dense weights and the experts of the home placement. Returns expert bytes loaded, by worker."""
@@ -56,8 +80,9 @@ class Staff:
         """Let workers reach the store in which members of a group find each other."""
         if self._store is None:
             # Owned by the driver, which is never released; one key prefix a group.
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._crew.call("open_store", dict.fromkeys(workers, (("127.0.0.1", self._store.port),)))
+            self._store = open_store(self.launcher.home.address)
+        address = (self.launcher.home.address, self._store.port)
+        self._crew.call("open_store", dict.fromkeys(workers, (address,)))
 
     def choose_numerics(self) -> NumericsPath:
         """The fastest path that keeps what the settings promise, set on all workers. Raises UnsupportedError."""
@@ -84,14 +109,14 @@ class Staff:
         return environment
 
     def _config(self, worker: int) -> WorkerConfig:
-        s = self._settings
+        s, handle = self._settings, self._crew.handles[worker]
         return WorkerConfig(
             worker=worker,
-            info=self.checkpoint,
+            info=self.checkpoint if self.staged is None else self.staged.info_on(handle.machine),
             memory=self._memory[worker],
             placement=self._home,
             eos_token_ids=read_eos_token_ids(self.checkpoint),
-            device=f"cuda:{worker}" if s.device == "cuda" else "cpu",
+            device=device_of(worker, handle, s),
             transport=s.resolved_transport,
             threads=s.threads_per_worker,
             page_tokens=s.page_tokens,
@@ -99,4 +124,12 @@ class Staff:
             prefill_tokens=s.prefill_tokens,
             group_timeout=s.worker_timeout * _COLLECTIVE_TIMEOUTS,
             pace=self._pace,
+            machine=handle.machine,
         )
+
+
+def device_of(worker: int, handle: WorkerHandle, settings: EngineSettings) -> str:
+    """A worker's device, in torch's words."""
+    if settings.device != "cuda":
+        return "cpu"
+    return "cuda:0" if handle.sees_one_device else f"cuda:{worker}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,27 @@ from safetensors.torch import save_file
 
 from flexfloor.errors import InputError, UnsupportedError
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from flexfloor.fleets.engine.launcher import Launcher
+from flexfloor.fleets.engine.machine import Machine, make_folder
 from flexfloor.world.memory import format_bytes
 
 Weights = Path | str | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A checkpoint folder, or the parameters of a model under their names (`model.named_parameters()`)."""
 
-_SHARED_MEMORY = Path("/dev/shm")
-
 
 class StagedWeights:
-    """Weights that workers can read by `info`, until `remove`.
+    """Weights that workers can read by `info_on` their machine, until `remove`.
 
+    only_here: of a folder, that the driver's machine alone has it.
     Raises InputError, naming the tensor, for a name that is missing, unknown or there twice, or a wrong shape;
     UnsupportedError for adapters that are not merged.
     """
 
-    def __init__(self, weights: Weights, like: CheckpointInfo) -> None:
+    def __init__(self, weights: Weights, like: CheckpointInfo, only_here: bool = False) -> None:
         self._folder: Path | None = None
+        self._copies: dict[Machine, Path] = {}
+        self._launcher: Launcher | None = None
+        self._travels = only_here or not isinstance(weights, str | Path)
         try:
             if isinstance(weights, str | Path):
                 self.info = inspect_checkpoint(weights, str(like.dtype).removeprefix("torch."))
@@ -40,7 +43,21 @@ class StagedWeights:
             self.remove()
             raise
 
+    def spread(self, launcher: Launcher, machines: Iterable[Machine]) -> None:
+        """Have them on all of these machines, each of which gets one copy. Raises FlexFloorError."""
+        missing = [m for m in machines if m.name != launcher.home.name and m not in self._copies]
+        if self._travels and missing:
+            self._launcher = launcher
+            self._copies |= launcher.copy_folder(Path(self.info.path), missing)
+
+    def info_on(self, machine: Machine) -> CheckpointInfo:
+        """What a worker on a machine reads: there after `spread`."""
+        return self.info.moved_to(self._copies[machine]) if machine in self._copies else self.info
+
     def remove(self) -> None:
+        if self._launcher is not None:
+            self._launcher.remove_folders(self._copies)
+            self._copies = {}
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -58,11 +75,8 @@ class StagedWeights:
                 tensors[name] = tensor.detach().to("cpu", like.dtype).contiguous()
         if not tensors:
             raise InputError("weights: there are none")
-        home = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         size = sum(t.nbytes for t in tensors.values())
-        if home is not None and shutil.disk_usage(home).free < size:
-            home = None  # a folder on disk is slower and takes any size
-        self._folder = Path(tempfile.mkdtemp(prefix="flexfloor-weights-", dir=home))
+        self._folder = make_folder(size)
         try:
             save_file(tensors, self._folder / "model.safetensors")
         except OSError as error:

@@ -17,6 +17,7 @@ from flexfloor.fleets.engine.arena import Arena, KVLayout
 from flexfloor.fleets.engine.batching import build_batch
 from flexfloor.fleets.engine.checkpoint import CheckpointInfo
 from flexfloor.fleets.engine.comm import EpochGroup, Transport, join_group
+from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine
 from flexfloor.fleets.engine.model import ShardedModel
 from flexfloor.fleets.engine.moving import Mover, inject_fault
 from flexfloor.fleets.engine.numerics import NumericsPath
@@ -50,6 +51,7 @@ class WorkerConfig:
     prefill_tokens: int
     group_timeout: float  # seconds
     pace: Pace
+    machine: Machine = THIS_MACHINE
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Worker:
     def load(self) -> int:
         """Build the model and load this worker's weights. Returns expert bytes loaded. Raises InputError."""
         c, info = self.config, self.config.info
+        info.check_readable(c.machine.address)
         layout = KVLayout(info.shape.layers, info.kv_heads, c.page_tokens, info.head_dim)
         self.arena = Arena(c.memory, layout, info.dtype, self.device)
         self.model = ShardedModel(info, self.arena, self.device)
@@ -103,7 +106,8 @@ class Worker:
         if len(members) == 1:
             return None
         c = self.config
-        return join_group(c.transport, self._store, tag, epoch, members, c.worker, timeout or c.group_timeout)
+        limit = timeout or c.group_timeout
+        return join_group(c.transport, self._store, tag, epoch, members, c.worker, limit, c.machine)
 
     def enter_epoch(self, placement: ExpertPlacement, group: EpochGroup | None) -> None:
         """Leave the group of before and compute in this one from now on."""
@@ -142,6 +146,7 @@ class Worker:
 
     def load_weights(self, info: CheckpointInfo) -> None:
         """Replace every weight in place, from another checkpoint of the same shapes."""
+        info.check_readable(self.config.machine.address)
         self.config = replace(self.config, info=info)
         self.model.info = info
         self.model.load_dense()
