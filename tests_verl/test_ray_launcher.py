@@ -13,11 +13,13 @@ import ray
 import flexfloor
 from flexfloor.errors import InputError, WorkerFailedError
 from flexfloor.integrations.ray import launcher
+from flexfloor.ledger.accounting import Summary
 from flexfloor.rollout import Rollout, RolloutResult, rollout
 
 pytest_plugins = ("serving",)
 MEMORY = "48MiB"
 CPUS = 3
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +49,90 @@ def wait_for(cpus: float, seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
-def test_actors_generate_the_same_bits_and_return_what_they_reserve(
-    cluster: None, models: Callable[[int], Path]
-) -> None:
+@pytest.fixture(scope="module")
+def local(models: Callable[[int], Path]) -> Summary:
+    """The rollout by processes of this machine, without Ray."""
     with flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY) as fleet:
-        local = run(fleet).summary
+        return run(fleet).summary
+
+
+@pytest.mark.parametrize("release", ["park", "end"])
+def test_actors_generate_the_same_bits_and_a_release_returns_what_is_reserved(
+    cluster: None, models: Callable[[int], Path], local: Summary, release: str
+) -> None:
     while_it_ran: list[float] = []
 
     def look(worker: int) -> None:
         wait_for(CPUS - 1)
         while_it_ran.append(free_cpus())
 
-    with flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY, launcher="ray", release="end") as fleet:
+    with flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY, launcher="ray", release=release) as fleet:
         assert free_cpus() == CPUS - 2
         for _ in range(2):
             account = run(fleet, on_release=look).summary
             assert account.responses_sha256 == local.responses_sha256
             assert account.logprobs_sha256 == local.logprobs_sha256
             wait_for(CPUS - 2)  # the worker is back
-    assert while_it_ran == [CPUS - 1, CPUS - 1], "in each of two rollouts, before its end"
+        assert while_it_ran == [CPUS - 1, CPUS - 1], "in each of two rollouts, before its end"
+        if release == "park":
+            an_actor_that_dies_is_named(fleet)
     wait_for(CPUS)
 
 
-def test_an_actor_that_dies_is_named(cluster: None, models: Callable[[int], Path]) -> None:
-    fleet: Any = flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY, launcher="ray")
-
+def an_actor_that_dies_is_named(fleet: Any) -> None:
     def kill(progress: Any) -> None:
         ray.kill(fleet._crew.handles[1]._actor)
 
+    going = Rollout(fleet, policy="static", chunk=2, on_progress=kill)
+    going.submit(requests())
+    going.seal()
+    with pytest.raises(WorkerFailedError, match="worker 1 has lost its actor"):
+        going.run()
+
+
+@ray.remote(num_cpus=2)
+class Greedy:
+    """Takes what the released worker gave, and a CPU that nobody had."""
+
+    def ready(self) -> bool:
+        return True
+
+
+def test_a_worker_whose_place_others_took_waits_and_then_says_what_is_free(
+    cluster: None, models: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "PATIENCE", 30.0)
+    taken: list[Any] = []
+
+    def take(worker: int) -> None:
+        taken.append(Greedy.remote())  # type: ignore[attr-defined]
+        assert ray.get(taken[-1].ready.remote())
+        monkeypatch.setattr(launcher, "PATIENCE", 2.0)
+
+    fleet = flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY, launcher="ray")
     try:
-        going = Rollout(fleet, policy="static", chunk=2, on_progress=kill)
-        going.submit(requests())
-        going.seal()
-        with pytest.raises(WorkerFailedError, match="worker 1 "):
-            going.run()
+        with pytest.raises(InputError, match=r"worker \d found no place within 2 s.* 0 CPUs free") as told:
+            run(fleet, on_release=take)
+        assert "\n" not in str(told.value)
+    finally:
+        fleet.close()
+    for actor in taken:
+        ray.kill(actor)
+    wait_for(CPUS)
+
+
+def look_until_it_ends(fleet: Any) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        fleet._update_status()
+
+
+def test_a_worker_whose_lease_is_lost_does_not_go_on(cluster: None, models: Callable[[int], Path]) -> None:
+    fleet: Any = flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY, launcher="ray")
+    try:
+        ray.kill(fleet._crew.handles[0].lease._actor)
+        with pytest.raises(WorkerFailedError, match="worker 0 has lost its lease"):
+            look_until_it_ends(fleet)
     finally:
         fleet.close()
     wait_for(CPUS)
@@ -90,6 +142,6 @@ def test_too_small_a_cluster_is_told_within_the_deadline(
     cluster: None, models: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "PATIENCE", 3.0)
-    with pytest.raises(InputError, match="found no place within 3 s"):
+    with pytest.raises(InputError, match=r"workers 0, 1, 2, 3 found no place within 3 s; each needs a CPU.* free"):
         flexfloor.Fleet.launch(models(0), workers=4, worker_memory=MEMORY, launcher="ray")
     wait_for(CPUS)

@@ -1,8 +1,7 @@
 """Starting workers as Ray actors: the same Worker, commands and replies, over TCP instead of pipes.
 
-An actor reserves one CPU for as long as it lives, which `ray.available_resources()` shows. With `release = "end"` a
-released worker's actor ends, and Ray may give the CPU to somebody else while the rollout goes on; at its end a new one
-asks for it again, and waits no longer than PATIENCE for it. A parked worker keeps what it has.
+An actor reserves nothing itself. A lease holds a CPU (and a GPU) for it in Ray's books, which is dropped when the
+worker is released, parked or ended, and taken again before it computes.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from flexfloor.errors import FlexFloorError, InputError
+from flexfloor.fleets.engine.launcher import Launcher
+from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine, family_of, listen
 from flexfloor.fleets.engine.process import WorkerProcess
 
 try:
@@ -25,20 +27,28 @@ try:
 except ImportError:
     raise InputError("launcher 'ray' needs Ray: pip install 'flexfloor[ray]'", settings=("launcher",)) from None
 
+from flexfloor.integrations.ray.copies import copy_folder, remove_folders
+from flexfloor.integrations.ray.leases import Lease, Place, one_line, take_leases
+
 PATIENCE = 120.0
-"""Seconds that a worker may wait for its place in the cluster and for its process."""
+"""Seconds that a worker may wait for its place in the cluster, and for its process."""
 
 _TOKEN_BYTES = 32
+_GREETING = 5.0  # most seconds between a call at the door and its token
 
 
 class RayWorker:
     """The actor. It calls the driver back, and then does what the driver says until the connection ends."""
 
-    def serve(self, address: tuple[str, int], token: bytes, index: int) -> None:
-        line = socket.create_connection(address, timeout=PATIENCE)
+    def serve(self, address: tuple[str, int], token: bytes, worker: int, devices: tuple[str, ...]) -> None:
+        if devices:  # Ray shows none to an actor that reserves none; torch looks when it first uses one
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        line = socket.socket(family_of(address[0]))
+        line.settimeout(PATIENCE)
+        line.connect(address)
         line.settimeout(None)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.sendall(token + index.to_bytes(4, "little"))
+        line.sendall(token + worker.to_bytes(4, "little"))
         WorkerProcess(Connection(line.detach())).run()
 
 
@@ -56,60 +66,122 @@ class _Line(Connection):
 
 
 class RayHandle:
-    """A worker in an actor. See `flexfloor.fleets.engine.launcher.WorkerHandle`."""
+    """A worker in an actor. See `flexfloor.fleets.engine.launcher.WorkerHandle`.
 
-    def __init__(self, actor: Any, serving: Any) -> None:
+    lease: what it has in Ray's books; None while it is parked, or where somebody else holds its place.
+    """
+
+    def __init__(self, actor: Any, serving: Any, place: Place) -> None:
+        self.place, self.machine, self.sees_one_device = place, place.machine, bool(place.devices)
+        self.lease: Lease | None = None
         self._actor, self._serving = actor, serving
+        self._lost_lease: str | None = None
         self.pipe: Connection
 
     def connect(self, descriptor: int) -> None:
         self.pipe = _Line(descriptor, self._actor)
 
+    def hold(self, lease: Lease) -> None:
+        """Live and die with this lease."""
+        self.lease = lease
+        lease.watch(self._lose_lease)
+
+    def drop_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.drop()
+            self.lease = None
+
     def exit_reason(self) -> str | None:
+        if self._lost_lease is not None:
+            return f"has lost its lease in Ray: {self._lost_lease}"
         if not self.wait(0.0):
             return None
         try:
             ray.get(self._serving)
         except Exception as error:
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            return f"has lost its actor: {told[0][:200]}"
+            return f"has lost its actor on machine {self.machine.address}: {one_line(error)}"
         return "ended"
 
     def kill(self) -> None:
-        ray.kill(self._actor)
-        self.wait(10.0)
+        self.drop_lease()
+        if ray.is_initialized():
+            ray.kill(self._actor)
+            self.wait(10.0)
         if hasattr(self, "pipe"):
             self.pipe.close()
 
     def wait(self, seconds: float) -> bool:
-        return bool(ray.wait([self._serving], timeout=seconds)[0])
+        return bool(ray.wait([self._serving], timeout=seconds)[0]) if ray.is_initialized() else True
+
+    def _lose_lease(self, reason: str) -> None:
+        self._lost_lease = reason
+        if ray.is_initialized():
+            ray.kill(self._actor)  # it would compute on what Ray gives to somebody else
 
 
-class RayLauncher:
-    """One actor a worker, on the machine of the driver. Connects to Ray, or starts one that ends with the driver."""
+class RayLauncher(Launcher):
+    """One actor a worker, on as many machines as the cluster has. Connects to Ray, or starts one that ends with the
+    driver.
 
-    def start(self, workers: int, environment: Mapping[str, str]) -> list[RayHandle]:
-        """Raises InputError when the cluster has no place for the workers within PATIENCE."""
-        _connect(workers)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            actor_of: Any = ray.remote(RayWorker).options(
-                num_cpus=1,
-                max_restarts=0,
-                # Weights, and exchanges of the fleet, go through this machine's memory.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
-                runtime_env={"env_vars": dict(environment)},
-            )
-            actors = [actor_of.remote() for _ in range(workers)]
-            address = ("127.0.0.1", door.getsockname()[1])
-            handles = [RayHandle(a, a.serve.remote(address, token, index)) for index, a in enumerate(actors)]
-            try:
-                _admit(door, token, handles)
-            except BaseException:
-                for actor in actors:
-                    ray.kill(actor)
-                raise
+    places: of each worker, by number, where somebody else holds their devices; nothing is reserved then.
+    """
+
+    def __init__(self, device: str = "cpu", places: Sequence[Place] = ()) -> None:
+        super().__init__(device)
+        self._places = places
+
+    def start(self, workers: Sequence[int], environment: Mapping[str, str]) -> list[RayHandle]:
+        _connect(len(workers))
+        if self.home is THIS_MACHINE:
+            self.home = _find_home()
+        leases: list[Lease] = []
+        places = [self._places[worker] for worker in workers] if self._places else []
+        if not places:
+            # A cluster of one machine may grow, but nobody else could reach a driver that listens on loopback.
+            node = self.home.name if self.home.address == THIS_MACHINE.address else None
+            leases = take_leases(workers, self._gpus, PATIENCE, node)
+            leases.sort(key=lambda lease: _order(lease.place, self.home))
+            places = [lease.place for lease in leases]
+        handles: list[RayHandle] = []
+        try:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            with listen(self.home.address) as door:
+                address = (self.home.address, door.getsockname()[1])
+                for worker, place in zip(workers, places, strict=True):
+                    actor = _hire(place, environment)
+                    devices = place.devices if self.device == "cuda" else ()
+                    handles.append(RayHandle(actor, actor.serve.remote(address, token, worker, devices), place))
+                _admit(door, token, dict(zip(workers, handles, strict=True)))
+            for handle, lease in zip(handles, leases, strict=bool(leases)):
+                handle.hold(lease)
+        except BaseException:
+            for lease in leases:
+                lease.drop()
+            for handle in handles:
+                handle.kill()
+            raise
         return handles
+
+    def yield_device(self, handle: RayHandle) -> None:
+        handle.drop_lease()
+
+    def reclaim_devices(self, handles: Mapping[int, RayHandle]) -> None:
+        if self._places or not handles:
+            return
+        places = [handle.place for handle in handles.values()]
+        leases = take_leases(list(handles), self._gpus, PATIENCE, places=places)
+        for handle, lease in zip(handles.values(), leases, strict=True):
+            handle.hold(lease)
+
+    def copy_folder(self, folder: Path, machines: Sequence[Machine]) -> dict[Machine, Path]:
+        return copy_folder(folder, machines)
+
+    def remove_folders(self, copies: Mapping[Machine, Path]) -> None:
+        remove_folders(copies)
+
+    @property
+    def _gpus(self) -> int:
+        return int(self.device == "cuda")
 
 
 def _connect(workers: int) -> None:
@@ -125,32 +197,62 @@ def _connect(workers: int) -> None:
         raise InputError(f"launcher 'ray': no cluster can be reached ({told})", settings=("launcher",)) from None
 
 
-def _admit(door: socket.socket, token: bytes, handles: list[RayHandle]) -> None:
-    """Take the calls of all actors."""
-    deadline, waiting = time.monotonic() + PATIENCE, set(range(len(handles)))
+def _find_home() -> Machine:
+    """The driver's machine. In a cluster of one, nothing of the driver is open to a network."""
+    several = sum(node["Alive"] for node in ray.nodes()) > 1
+    address = ray.util.get_node_ip_address() if several else THIS_MACHINE.address
+    return Machine(ray.get_runtime_context().get_node_id(), address)
+
+
+def _order(place: Place, home: Machine) -> tuple[bool, str, tuple[str, ...]]:
+    """Workers of one machine are neighbours, those on the driver's come first."""
+    return place.machine.name != home.name, place.machine.name, place.devices
+
+
+def _hire(place: Place, environment: Mapping[str, str]) -> Any:
+    actor_of: Any = ray.remote(RayWorker).options(
+        num_cpus=0,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(place.machine.name, soft=False),
+        runtime_env={"env_vars": dict(environment)},
+    )
+    return actor_of.remote()
+
+
+def _admit(door: socket.socket, token: bytes, handles: Mapping[int, RayHandle]) -> None:
+    """Take the calls of all actors. handles: by worker."""
+    deadline, waiting = time.monotonic() + PATIENCE, set(handles)
     door.settimeout(0.5)
     while waiting:
-        for index in sorted(waiting):
-            if (reason := handles[index].exit_reason()) is not None:
-                raise FlexFloorError(f"worker {index} {reason}")
+        for worker in sorted(waiting):
+            if (reason := handles[worker].exit_reason()) is not None:
+                raise FlexFloorError(f"worker {worker} {reason}")
         if time.monotonic() > deadline:
-            free = ray.available_resources().get("CPU", 0)
-            raise InputError(
-                f"launcher 'ray': {len(waiting)} of {len(handles)} workers found no place within {PATIENCE:g} s; each "
-                f"needs a CPU on this machine, and Ray has {free:g} free: take fewer workers or a larger cluster",
-                settings=("launcher",),
+            raise FlexFloorError(
+                f"worker {min(waiting)} on machine {handles[min(waiting)].machine.address} has not reached the driver "
+                f"at {door.getsockname()[0]} within {PATIENCE:g} s"
             )
         try:
             line, _ = door.accept()
         except TimeoutError:
             continue
-        line.settimeout(10.0)
-        said = line.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-        if not hmac.compare_digest(said[:_TOKEN_BYTES], token):
+        worker = _greeted(line, token)
+        if worker not in waiting:
             line.close()  # somebody else's call
             continue
         line.settimeout(None)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        index = int.from_bytes(said[_TOKEN_BYTES:], "little")
-        handles[index].connect(line.detach())
-        waiting.discard(index)
+        handles[worker].connect(line.detach())
+        waiting.discard(worker)
+
+
+def _greeted(line: socket.socket, token: bytes) -> int:
+    """The worker that calls, -1 if it is none."""
+    line.settimeout(_GREETING)
+    try:
+        said = line.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+    except OSError:
+        return -1
+    if len(said) < _TOKEN_BYTES + 4 or not hmac.compare_digest(said[:_TOKEN_BYTES], token):
+        return -1
+    return int.from_bytes(said[_TOKEN_BYTES:], "little")
