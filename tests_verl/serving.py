@@ -55,7 +55,7 @@ def serve(models: Callable[[int], Path], tmp_path: Path) -> Callable[..., Any]:
             options=RolloutOptions(policy=policy, **given),
             engine=EngineSettings(worker_memory="48MiB"),
         )
-        server = RolloutServer(settings, [])
+        server = RolloutServer(settings)
         await server.launch()
         try:
             yield server

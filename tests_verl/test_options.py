@@ -43,6 +43,7 @@ def test_options_reach_the_fleet_and_the_rollout() -> None:
         ({"knowledge": "history", "history": None}, {}, "custom.history: give a file or auto"),
         ({"min_workers": 3}, {}, "min_workers is 3, more than the 2 workers"),
         ({"launcher": "carrier pigeon"}, {}, "launcher 'carrier pigeon' is not known"),
+        ({"launcher": "ray"}, {}, "custom.launcher is 'ray'; under verl the fleet runs where the training does"),
         ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2; set it to 1"),
         ({}, {"quantization": "fp8"}, "quantization is 'fp8'; leave it out"),
         ({}, {"enable_rollout_routing_replay": True}, "routed experts are not put out"),

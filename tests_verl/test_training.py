@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ray.cluster_utils import Cluster
 
 from flexfloor.ledger.accounting import Summary, summarize
 from flexfloor.ledger.events import read_ledger
@@ -19,6 +21,18 @@ from flexfloor.ledger.events import read_ledger
 ROOT = Path(__file__).parents[1]
 STEPS = 3
 pytestmark = pytest.mark.timeout(600)
+
+
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "flexfloor.integrations.verl_cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "examples" / "verl"), str(ROOT / "examples")]),
+}
 
 
 @dataclass
@@ -40,19 +54,8 @@ class Run:
 def train(inputs: Path, folder: Path, *overrides: str, **more: str) -> Run:
     """Run the example in verl; nothing that it starts may outlive it."""
     mark = uuid.uuid4().hex
-    environment = os.environ | {
-        "VERL_USE_EXTERNAL_MODULES": "flexfloor.integrations.verl_cpu",
-        "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "FLEXFLOOR_TEST_MARK": mark,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "examples" / "verl"), str(ROOT / "examples")]),
-        **more,
-    }
+    own = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "FLEXFLOOR_TEST_MARK": mark}
+    environment = os.environ | ENVIRONMENT | own | more
     folder.mkdir(parents=True)
     command = [
         sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "examples" / "verl"),
@@ -190,6 +193,48 @@ def test_a_consumer_works_on_what_a_released_worker_frees(resumed: Run) -> None:
     evaluated = json.loads((resumed.folder / "evaluations.jsonl").read_text())
     assert step["flexfloor/consumer_units"] == evaluated["texts"] > 0
     assert 0 < step["flexfloor/consumer_s"] < resumed.account(STEPS).wall_s
+
+
+@pytest.fixture
+def two_machines() -> Iterator[str]:
+    """Address of a cluster: two nodes of Ray on this computer, with an accelerator each."""
+    mark = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ENVIRONMENT | {"FLEXFLOOR_TEST_MARK": mark}).items():
+            patch.setenv(name, value)
+        cluster = Cluster()
+        for _ in range(2):
+            cluster.add_node(num_cpus=8, num_gpus=1, include_dashboard=False)
+    yield cluster.address
+    cluster.shutdown()
+    wait_until_gone(mark)
+
+
+def test_two_machines_generate_and_train_the_same_bits(
+    elastic: Run, inputs: Path, two_machines: str, tmp_path: Path
+) -> None:
+    before = set(Path("/dev/shm").glob("flexfloor-weights-*"))
+    run = train(
+        inputs,
+        tmp_path / "run",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=2",
+        "ray_kwargs.ray_init.num_cpus=null",
+        "ray_kwargs.ray_init.num_gpus=null",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={tmp_path / 'run' / 'metrics.jsonl'}",
+        RAY_ADDRESS=two_machines,
+    )
+    assert run.code == 0, run.output[-3000:]
+    assert sorted(run.metrics) == [1, 2]
+    for number, step in run.metrics.items():
+        ours, theirs = run.account(number), elastic.account(number)
+        assert ours.responses_sha256 == theirs.responses_sha256
+        assert ours.logprobs_sha256 == theirs.logprobs_sha256
+        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999
+        assert step["actor/grad_norm"] == elastic.metrics[number]["actor/grad_norm"]
+    assert run.ledger(2)[0]["fleet"]["weights_version"] == 1
+    assert set(Path("/dev/shm").glob("flexfloor-weights-*")) == before
 
 
 def test_a_wrong_option_ends_the_run_and_is_named(inputs: Path, tmp_path: Path) -> None:

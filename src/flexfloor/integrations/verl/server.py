@@ -12,6 +12,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
 from flexfloor.fleets.engine.fleet import EngineFleet, launch_engine
+from flexfloor.integrations.ray.launcher import RayLauncher
+from flexfloor.integrations.ray.leases import Place
 from flexfloor.integrations.verl.consumers import Bundle, Consumers, RecallingFleet
 from flexfloor.integrations.verl.driving import AbandonedError, Outcome, StepRollout
 from flexfloor.integrations.verl.sampling import read_sampling
@@ -31,13 +33,16 @@ MOST_CALLS = 100_000
 class RolloutServer:
     """Verbs that verl calls, and (last) those of this package. One event loop runs them all."""
 
-    def __init__(self, settings: VerlSettings, devices: Sequence[str], bundles: Sequence[Bundle] = ()) -> None:
-        """devices: ids of the accelerators that the workers of the training hold, bundles: where these are reserved;
-        both in the order of the workers."""
+    def __init__(self, settings: VerlSettings, places: Sequence[Place] = (), bundles: Sequence[Bundle] = ()) -> None:
+        """places: where the workers of the training are, and the accelerators that they hold; bundles: where these are
+        reserved; both in the order of the workers."""
         check_options(settings)
         self._settings = settings
-        if settings.engine.device == "cuda":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self._launcher: RayLauncher | None = None
+        if len({place.machine.name for place in places}) > 1:
+            self._launcher = RayLauncher(settings.engine.device, places)
+        elif settings.engine.device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device for place in places for device in place.devices)
         options = settings.options
         self._consumers = (
             None
@@ -55,7 +60,7 @@ class RolloutServer:
         """Start the fleet. Raises InputError before a process is started."""
         s = self._settings
         options = s.engine.model_dump()
-        self._fleet = await asyncio.to_thread(launch_engine, s.model, s.workers, **options)
+        self._fleet = await asyncio.to_thread(launch_engine, s.model, s.workers, start_by=self._launcher, **options)
 
     @property
     def fleet(self) -> EngineFleet:
@@ -136,11 +141,11 @@ class RolloutServer:
             self._asleep = False
 
     async def load_weights(self, folder: str, version: int | None) -> None:
-        """Weights that the training side has written to shared memory. version: the training step."""
+        """Weights that the training side has written to this machine's shared memory. version: the training step."""
         await self._quiet()
         await self.wake_up()
         version = self.fleet.info.weights_version if version is None else version
-        await asyncio.to_thread(self.fleet.load_weights, Path(folder), version)
+        await asyncio.to_thread(self.fleet.load_weights, Path(folder), version, only_here=True)
         self._has_weights = True
 
     async def memory(self) -> list[int]:

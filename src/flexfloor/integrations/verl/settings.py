@@ -161,6 +161,10 @@ def check_options(settings: VerlSettings) -> None:
     if options.min_workers > settings.workers:
         raise InputError(f"{CUSTOM}.min_workers is {options.min_workers}, more than the {settings.workers} workers")
     load_plugin("flexfloor.launchers", engine.launcher)
+    if engine.launcher != "local":
+        raise UnsupportedError(
+            f"{CUSTOM}.launcher is {engine.launcher!r}; under verl the fleet runs where the training does: leave it out"
+        )
 
 
 def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
