@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 import flexfloor
-from flexfloor.errors import InputError, WorkerFailedError
-from flexfloor.integrations.ray import copies
+from flexfloor.errors import FlexFloorError, InputError, WorkerFailedError
+from flexfloor.fleets.engine.machine import Machine
+from flexfloor.integrations.ray import copies, launcher
+from flexfloor.integrations.ray.leases import take_leases
 from flexfloor.ledger.accounting import Summary
 from flexfloor.rollout import Rollout, rollout
 from flexfloor.world.resize import plan_shrink
 
 pytest_plugins = ("serving",)
 WORKERS, CPUS = 4, 2
+MARK = uuid.uuid4().hex
 OPTIONS: dict[str, Any] = {"workers": WORKERS, "worker_memory": "48MiB"}
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,6 +39,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes with two CPUs each; the driver is on the first."""
+    os.environ["FLEXFLOOR_TEST_MARK"] = MARK
     made = Cluster()
     made.add_node(num_cpus=CPUS, include_dashboard=False)
     made.add_node(num_cpus=CPUS)
@@ -42,6 +47,7 @@ def cluster() -> Iterator[Cluster]:
     yield made
     ray.shutdown()
     made.shutdown()
+    del os.environ["FLEXFLOOR_TEST_MARK"]
 
 
 def requests(seed: int) -> list[flexfloor.Request]:
@@ -77,20 +83,37 @@ def machines(fleet: Any) -> list[str]:
     return [fleet._crew.handles[worker].machine.name for worker in range(WORKERS)]
 
 
-def copied_weights() -> list[Path]:
-    return sorted(Path("/dev/shm").glob("flexfloor-weights-*"))
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Folders of weights on any machine, those that were copied and their copies, from now on."""
+    folders: list[Path] = []
+
+    def record(folder: Path, targets: Any) -> Any:
+        made = copies.copy_folder(folder, targets)
+        folders.extend([folder, *made.values()])
+        return made
+
+    monkeypatch.setattr(launcher, "copy_folder", record)
+    monkeypatch.setattr(copies, "CHUNK_BYTES", 2**20 + 1)  # several chunks, none of which ends where a tensor does
+    return folders
+
+
+def left(folders: list[Path]) -> list[Path]:
+    return [folder for folder in folders if folder.exists()]
 
 
 def actors() -> list[str]:
-    """Processes in which workers or leases live."""
+    """Processes of this cluster in which workers or leases live."""
     found = []
-    for process in os.listdir("/proc"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            line = Path("/proc", process, "cmdline").read_bytes().decode(errors="replace")
+            line = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[0]
+            if line.startswith(("ray::RayWorker", "ray::_Holder")) and MARK in (process / "environ").read_text(
+                "latin-1"
+            ):
+                found.append(line)
         except OSError:
             continue
-        if line.startswith(("ray::RayWorker", "ray::_Holder")):
-            found.append(line.split("\0")[0])
     return found
 
 
@@ -131,25 +154,52 @@ def leave_a_machine(fleet: Any) -> Summary:
 
 
 def test_workers_that_end_start_anew_with_the_weights_of_then(
-    cluster: Cluster, models: Callable[[int], Path], local: Any
+    cluster: Cluster, models: Callable[[int], Path], local: Any, copied: list[Path]
 ) -> None:
-    before = copied_weights()
     with flexfloor.Fleet.launch(models(0), **OPTIONS, launcher="ray", release="end", transport="gloo") as launched:
         fleet: Any = launched
         fleet.load_weights(parameters(models(1)))
-        assert len(copied_weights()) == len(before) + 2, "one a machine, for those that start anew"
+        assert len(left(copied)) == len(copied) == 2, "one a machine, for those that start anew"
         assert hashes(leave_a_machine(fleet)) == local[1]
         assert len(set(machines(fleet)[2:])) == 1
         wait_for(lambda: free_cpus() == 0)
-    assert copied_weights() == before
+    assert not left(copied)
     wait_for(lambda: free_cpus() == 2 * CPUS and not actors())
+
+
+def test_leases_go_to_as_few_machines_as_have_room(cluster: Cluster) -> None:
+    two = take_leases((0, 1), 0, 30.0)
+    assert two[0].place.machine == two[1].place.machine
+    other = take_leases((2,), 0, 30.0)
+    assert other[0].place.machine != two[0].place.machine
+    for lease in [*two, *other]:
+        lease.drop()
+    wait_for(lambda: free_cpus() == 2 * CPUS and not actors())
+
+
+def test_a_copy_that_fails_leaves_nothing(
+    cluster: Cluster, models: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[Path] = []
+    remove = copies.remove_folders
+
+    def record(made: Any) -> None:
+        removed.extend(made.values())
+        remove(made)
+
+    monkeypatch.setattr(copies, "remove_folders", record)
+    here, nowhere = Machine(ray.get_runtime_context().get_node_id(), "127.0.0.1"), Machine("0" * 56, "127.0.0.1")
+    with pytest.raises(FlexFloorError, match=r"^weights cannot be copied to the other machines: [^\n]+$"):
+        copies.copy_folder(models(0), [here, nowhere])
+    assert len(removed) == 1
+    assert not left(removed)
 
 
 DRIVER = """
 import sys, time
 import flexfloor
-fleet = flexfloor.Fleet.launch(sys.argv[1], workers=2, worker_memory="48MiB", launcher="ray")
-print("machines:", len({h.machine.name for h in fleet._crew.handles.values()}), flush=True)
+fleet = flexfloor.Fleet.launch(sys.argv[1], workers=1, worker_memory="48MiB", launcher="ray")
+print("up", flush=True)
 time.sleep(600)
 """
 
@@ -160,19 +210,17 @@ def test_no_actor_outlives_a_driver_that_is_killed(cluster: Cluster, models: Cal
         [sys.executable, "-c", DRIVER, str(models(0))], env=environment, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
-        told = next(line for line in driver.stdout if line.startswith("machines:"))
-        assert told == "machines: 1\n", "one that has room for all"
-        assert len(actors()) == 4
+        assert "up\n" in driver.stdout
+        assert len(actors()) == 2, "a worker and its lease"
         driver.kill()
     wait_for(lambda: free_cpus() == 2 * CPUS and not actors())
 
 
 def test_two_machines_generate_what_one_does_until_one_is_gone(
-    cluster: Cluster, models: Callable[[int], Path], local: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, models: Callable[[int], Path], local: Any, copied: list[Path]
 ) -> None:
     """The last test of this file: the second machine does not come back."""
-    monkeypatch.setattr(copies, "CHUNK_BYTES", 2**20 + 1)  # several chunks, none of which ends where a tensor does
-    before, free = copied_weights(), []
+    free: list[float] = []
     with flexfloor.Fleet.launch(models(0), **OPTIONS, launcher="ray") as launched:
         fleet: Any = launched
         first, second = machines(fleet)[:2], machines(fleet)[2:]
@@ -186,18 +234,17 @@ def test_two_machines_generate_what_one_does_until_one_is_gone(
         # Requests and experts of the second machine go to the first, in the middle of a rollout, and come back.
         assert hashes(leave_a_machine(fleet)) == local[0]
         assert machines(fleet) == first + second
-        for seed in (1, 2):
+        for number, seed in enumerate((1, 2), start=1):
             fleet.load_weights(parameters(models(seed)))
-            assert copied_weights() == before, "every copy is gone"
+            assert len(copied) == 2 * number, "one copy, for two workers"
+            assert not left(copied)
             assert hashes(run(fleet, "release")) == local[seed]
         with pytest.raises(InputError, match="is missing"):
             fleet.load_weights(dict(list(parameters(models(1)).items())[1:]))
         assert hashes(run(fleet, "static")) == local[2], "the old ones stay in force"
-        fleet.load_weights(models(0))
-        assert hashes(run(fleet, "static")) == local[0]
         a_machine_that_is_gone_is_one_line_that_names_a_worker(cluster, fleet)
     wait_for(lambda: free_cpus() == CPUS and not actors(), 60)
-    assert copied_weights() == before
+    assert not left(copied)
 
 
 def a_machine_that_is_gone_is_one_line_that_names_a_worker(cluster: Cluster, fleet: Any) -> None:

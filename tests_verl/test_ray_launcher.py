@@ -74,8 +74,7 @@ def test_actors_generate_the_same_bits_and_a_release_returns_what_is_reserved(
             assert account.logprobs_sha256 == local.logprobs_sha256
             wait_for(CPUS - 2)  # the worker is back
         assert while_it_ran == [CPUS - 1, CPUS - 1], "in each of two rollouts, before its end"
-        if release == "park":
-            an_actor_that_dies_is_named(fleet)
+        (an_actor_that_dies_is_named if release == "park" else a_worker_whose_lease_is_lost_does_not_go_on)(fleet)
     wait_for(CPUS)
 
 
@@ -88,6 +87,18 @@ def an_actor_that_dies_is_named(fleet: Any) -> None:
     going.seal()
     with pytest.raises(WorkerFailedError, match="worker 1 has lost its actor"):
         going.run()
+
+
+def a_worker_whose_lease_is_lost_does_not_go_on(fleet: Any) -> None:
+    ray.kill(fleet._crew.handles[0].lease._actor)
+    with pytest.raises(WorkerFailedError, match="worker 0 has lost its lease"):
+        look_until_it_ends(fleet)
+
+
+def look_until_it_ends(fleet: Any) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        fleet._update_status()
 
 
 @ray.remote(num_cpus=2)
@@ -118,23 +129,6 @@ def test_a_worker_whose_place_others_took_waits_and_then_says_what_is_free(
         fleet.close()
     for actor in taken:
         ray.kill(actor)
-    wait_for(CPUS)
-
-
-def look_until_it_ends(fleet: Any) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        fleet._update_status()
-
-
-def test_a_worker_whose_lease_is_lost_does_not_go_on(cluster: None, models: Callable[[int], Path]) -> None:
-    fleet: Any = flexfloor.Fleet.launch(models(0), workers=2, worker_memory=MEMORY, launcher="ray")
-    try:
-        ray.kill(fleet._crew.handles[0].lease._actor)
-        with pytest.raises(WorkerFailedError, match="worker 0 has lost its lease"):
-            look_until_it_ends(fleet)
-    finally:
-        fleet.close()
     wait_for(CPUS)
 
 

@@ -1,4 +1,5 @@
-"""verl's own trainer, unmodified, end to end on a CPU: the example, under two policies, and resumed."""
+"""verl's own trainer, unmodified, end to end on a CPU: the example, on one machine and on two, under two policies, and
+resumed."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +105,41 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@contextmanager
+def two_machines() -> Iterator[str]:
+    """Address of a cluster: two nodes of Ray on this computer, with an accelerator each."""
+    mark = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ENVIRONMENT | {"FLEXFLOOR_TEST_MARK": mark}).items():
+            patch.setenv(name, value)
+        cluster = Cluster()
+        for _ in range(2):
+            cluster.add_node(num_cpus=8, num_gpus=1, include_dashboard=False)
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+        wait_until_gone(mark)
+
+
 @pytest.fixture(scope="module")
 def elastic(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """On two machines, one worker on each. The other runs are on one machine."""
     folder = tmp_path_factory.mktemp("elastic") / "run"
-    return train(inputs, folder, "trainer.save_freq=2", f"trainer.test_freq={STEPS}")
+    with two_machines() as address:
+        return train(
+            inputs,
+            folder,
+            "trainer.nnodes=2",
+            "trainer.n_gpus_per_node=1",
+            "trainer.save_freq=2",
+            f"trainer.test_freq={STEPS}",
+            "ray_kwargs.ray_init.num_cpus=null",
+            "ray_kwargs.ray_init.num_gpus=null",
+            # The processes of a cluster have the environment that the cluster was started in.
+            f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={folder / 'metrics.jsonl'}",
+            RAY_ADDRESS=address,
+        )
 
 
 def test_steps_end_well_and_train_on_what_was_generated(elastic: Run) -> None:
@@ -143,7 +176,7 @@ def test_validation_and_checkpoints(elastic: Run) -> None:
     assert (checkpoints / "length_history.sqlite").exists()
 
 
-def test_static_and_elastic_generate_and_train_the_same_bits(
+def test_static_on_one_machine_and_elastic_on_two_generate_and_train_the_same_bits(
     elastic: Run, inputs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("static") / "run"
@@ -180,7 +213,7 @@ def resumed(elastic: Run, inputs: Path, tmp_path_factory: pytest.TempPathFactory
     )
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(elastic: Run, resumed: Run) -> None:
+def test_a_run_resumed_on_one_machine_goes_on_with_the_same_bits(elastic: Run, resumed: Run) -> None:
     assert resumed.code == 0, resumed.output[-3000:]
     assert sorted(resumed.metrics) == [STEPS]
     assert resumed.account(STEPS).responses_sha256 == elastic.account(STEPS).responses_sha256
@@ -193,48 +226,6 @@ def test_a_consumer_works_on_what_a_released_worker_frees(resumed: Run) -> None:
     evaluated = json.loads((resumed.folder / "evaluations.jsonl").read_text())
     assert step["flexfloor/consumer_units"] == evaluated["texts"] > 0
     assert 0 < step["flexfloor/consumer_s"] < resumed.account(STEPS).wall_s
-
-
-@pytest.fixture
-def two_machines() -> Iterator[str]:
-    """Address of a cluster: two nodes of Ray on this computer, with an accelerator each."""
-    mark = uuid.uuid4().hex
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | {"FLEXFLOOR_TEST_MARK": mark}).items():
-            patch.setenv(name, value)
-        cluster = Cluster()
-        for _ in range(2):
-            cluster.add_node(num_cpus=8, num_gpus=1, include_dashboard=False)
-    yield cluster.address
-    cluster.shutdown()
-    wait_until_gone(mark)
-
-
-def test_two_machines_generate_and_train_the_same_bits(
-    elastic: Run, inputs: Path, two_machines: str, tmp_path: Path
-) -> None:
-    before = set(Path("/dev/shm").glob("flexfloor-weights-*"))
-    run = train(
-        inputs,
-        tmp_path / "run",
-        "trainer.nnodes=2",
-        "trainer.n_gpus_per_node=1",
-        "trainer.total_training_steps=2",
-        "ray_kwargs.ray_init.num_cpus=null",
-        "ray_kwargs.ray_init.num_gpus=null",
-        f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={tmp_path / 'run' / 'metrics.jsonl'}",
-        RAY_ADDRESS=two_machines,
-    )
-    assert run.code == 0, run.output[-3000:]
-    assert sorted(run.metrics) == [1, 2]
-    for number, step in run.metrics.items():
-        ours, theirs = run.account(number), elastic.account(number)
-        assert ours.responses_sha256 == theirs.responses_sha256
-        assert ours.logprobs_sha256 == theirs.logprobs_sha256
-        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999
-        assert step["actor/grad_norm"] == elastic.metrics[number]["actor/grad_norm"]
-    assert run.ledger(2)[0]["fleet"]["weights_version"] == 1
-    assert set(Path("/dev/shm").glob("flexfloor-weights-*")) == before
 
 
 def test_a_wrong_option_ends_the_run_and_is_named(inputs: Path, tmp_path: Path) -> None:
