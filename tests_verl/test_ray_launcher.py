@@ -13,6 +13,7 @@ import ray
 import flexfloor
 from flexfloor.errors import InputError, WorkerFailedError
 from flexfloor.integrations.ray import launcher
+from flexfloor.integrations.ray.leases import take_leases
 from flexfloor.ledger.accounting import Summary
 from flexfloor.rollout import Rollout, RolloutResult, rollout
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=CPUS, num_gpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -138,4 +139,19 @@ def test_too_small_a_cluster_is_told_within_the_deadline(
     monkeypatch.setattr(launcher, "PATIENCE", 3.0)
     with pytest.raises(InputError, match=r"workers 0, 1, 2, 3 found no place within 3 s; each needs a CPU.* free"):
         flexfloor.Fleet.launch(models(0), workers=4, worker_memory=MEMORY, launcher="ray")
+    wait_for(CPUS)
+
+
+def test_a_worker_gets_its_own_gpu_back(cluster: None) -> None:
+    """GPUs in name only: Ray counts and numbers them. Which one it gives is its choice."""
+    before = take_leases((0, 1), 1, 30.0)
+    places = [lease.place for lease in before]
+    assert sorted(place.devices for place in places) == [("0",), ("1",)]
+    for lease in before:
+        lease.drop()
+    for wanted in (places[::-1], places[:1], places[1:]):
+        leases = take_leases(range(len(wanted)), 1, 30.0, places=wanted)
+        assert [lease.place for lease in leases] == wanted
+        for lease in leases:
+            lease.drop()
     wait_for(CPUS)

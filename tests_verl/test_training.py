@@ -134,11 +134,11 @@ def elastic(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "trainer.n_gpus_per_node=1",
             "trainer.save_freq=2",
             f"trainer.test_freq={STEPS}",
+            f"ray_kwargs.ray_init.address={address}",
             "ray_kwargs.ray_init.num_cpus=null",
             "ray_kwargs.ray_init.num_gpus=null",
             # The processes of a cluster have the environment that the cluster was started in.
             f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={folder / 'metrics.jsonl'}",
-            RAY_ADDRESS=address,
         )
 
 

@@ -189,7 +189,7 @@ def _connect(workers: int) -> None:
         return
     options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("FLEXFLOOR_DEBUG"))}
     if not os.environ.get("RAY_ADDRESS"):
-        options |= {"num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
+        options |= {"address": "local", "num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(**options)
     except Exception as error:
