@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from flexfloor.errors import InputError
 from flexfloor.fleet import Fleet
 from flexfloor.fleets.engine.comm import EpochGroup, SocketGroup, Transport, join_group, open_store
-from flexfloor.fleets.engine.machine import Machine, listen
+from flexfloor.fleets.engine.machine import Machine, listen, read_greeting
 
 HOST = "127.0.0.1"
 TIMEOUT = 20.0
@@ -143,6 +143,19 @@ def test_who_does_not_know_the_token_does_not_get_in(store: dist.TCPStore, said:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(join, (0, 1), ("m", "n"))) == [[[0], [1]]] * 2
+
+
+def test_a_greeting_may_come_in_pieces_and_may_not_come() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_greeting, ours, 6, 10.0)
+        for piece in (b"ab", b"c", b"def+"):
+            theirs.sendall(piece)
+            time.sleep(0.05)
+        assert reading.result() == b"abcdef"
+        assert read_greeting(ours, 6, 0.2) == b"+"
+        theirs.close()
+        assert read_greeting(ours, 6, 10.0) == b""
 
 
 def test_the_store_listens_at_its_own_address_only(store: dist.TCPStore) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine, family_of, listen
+from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine, family_of, listen, read_greeting
 
 Transport = Literal["socket", "gloo", "nccl"]
 
@@ -216,7 +216,6 @@ class SocketGroup(EpochGroup):
                 late = sorted(self.members[rank] for rank in missing)
                 raise RuntimeError(f"joining timed out after {self._timeout:g} s waiting for workers {late}")
             line, _ = ready[0].accept()
-            line.settimeout(self._GREETING)
             rank = self._greeted(line)
             if rank in missing:
                 self._peers[rank] = line
@@ -232,10 +231,7 @@ class SocketGroup(EpochGroup):
                 return None
         else:
             token = self._token
-        try:
-            said = line.recv(len(token) + 4, socket.MSG_WAITALL)
-        except OSError:
-            return None
+        said = read_greeting(line, len(token) + 4, self._GREETING)
         if len(said) != len(token) + 4 or not hmac.compare_digest(said[: len(token)], token):
             return None
         return struct.unpack("i", said[len(token) :])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def listen(address: str, backlog: int = 128) -> socket.socket:
 
 def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def read_greeting(line: socket.socket, count: int, seconds: float) -> bytes:
+    """The first bytes of a call, fewer than `count` if the caller has not sent them in time."""
+    said, deadline = b"", time.monotonic() + seconds
+    try:
+        while len(said) < count:
+            line.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (part := line.recv(count - len(said))):
+                break
+            said += part
+    except OSError:
+        pass  # as good as silence
+    return said
 
 
 def make_folder(size: int) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.fleets.engine.launcher import Launcher
-from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine, family_of, listen
+from flexfloor.fleets.engine.machine import THIS_MACHINE, Machine, family_of, listen, read_greeting
 from flexfloor.fleets.engine.process import WorkerProcess
 
 try:
@@ -248,11 +248,7 @@ def _admit(door: socket.socket, token: bytes, handles: Mapping[int, RayHandle]) 
 
 def _greeted(line: socket.socket, token: bytes) -> int:
     """The worker that calls, -1 if it is none."""
-    line.settimeout(_GREETING)
-    try:
-        said = line.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-    except OSError:
-        return -1
+    said = read_greeting(line, _TOKEN_BYTES + 4, _GREETING)
     if len(said) < _TOKEN_BYTES + 4 or not hmac.compare_digest(said[:_TOKEN_BYTES], token):
         return -1
     return int.from_bytes(said[_TOKEN_BYTES:], "little")
