@@ -30,6 +30,7 @@ def make_worker(model: Path, path: NumericsPath = "blocks", **engine: object) ->
         WorkerConfig(
             worker=0,
             info=info,
+            model=info.path,
             memory=plan_memory(info, placement, 1, settings)[0],
             placement=placement,
             eos_token_ids=frozenset(),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from conftest import SIZES
 from make_tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 from test_resize import Scripted, consolidate, forced_requests, hashes, leave, run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flexfloor
 from flexfloor.errors import FlexFloorError, InputError, UnsupportedError
+from flexfloor.requests import SamplingParams
 
 Named = dict[str, torch.Tensor]
 
@@ -148,3 +152,34 @@ def test_nothing_is_left_in_shared_memory(checkpoint: Callable, fleet: flexfloor
     with pytest.raises(InputError):
         fleet.load_weights(tmp_path)
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+@pytest.mark.parametrize("release", ["park", "end"])
+def test_end_ids_and_stop_strings_are_those_of_the_model_after_an_update(
+    others: Callable, tmp_path: Path, release: str
+) -> None:
+    """New weights come without tokenizer and generation config; who starts anew needs both."""
+    prompts = [list(range(5 + p, 12 + 2 * p)) for p in range(6)]
+
+    def ends_at(**more: Any) -> list[flexfloor.Request]:
+        return flexfloor.make_requests(prompts, sampling=SamplingParams(max_tokens=40, temperature=0, **more))
+
+    with flexfloor.Fleet.launch(others("qwen3_moe", 6), workers=1) as fleet:
+        drawn = [response.tokens for response in flexfloor.rollout(fleet, ends_at(ignore_eos=True)).responses]
+    tokenizer = AutoTokenizer.from_pretrained(others("qwen3_moe", 6))
+    word = next(text for text in map(tokenizer.decode, drawn[0][4:]) if text.isascii() and text.isprintable())
+    before, after = (shutil.copytree(others("qwen3_moe", seed), tmp_path / str(seed)) for seed in (5, 6))
+    for folder in (before, after):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [drawn[1][7], drawn[2][9]]}))
+    requests = ends_at(stop=(word,))
+    with flexfloor.Fleet.launch(after, workers=1) as fleet:
+        expected = flexfloor.rollout(fleet, requests).summary.responses_sha256
+    with flexfloor.Fleet.launch(others("qwen3_moe", 6), workers=1) as fleet:  # else the end ids would show nothing
+        assert flexfloor.rollout(fleet, requests).summary.responses_sha256 != expected
+    with flexfloor.Fleet.launch(before, workers=3, release=release) as fleet:
+        fleet.load_weights(in_memory(after))
+        for _ in range(2):  # in the second, one has started anew
+            found = flexfloor.rollout(fleet, requests, policy=Scripted([(2, leave(1))]), chunk=2)
+            assert found.summary.responses_sha256 == expected
+    ends = [response.tokens[-1] for response in found.responses if response.finish_reason == "stop"]
+    assert len(ends) > len([token for token in ends if token in (drawn[1][7], drawn[2][9])]) > 0

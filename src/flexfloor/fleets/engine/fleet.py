@@ -299,7 +299,6 @@ class EngineFleet(Fleet):
         self._has_source = self._settings.release == "end"
         if self._has_source:  # processes that start anew load from it
             self._staged = self._staff.staged = staged
-            self._checkpoint = self._staff.checkpoint = staged.info
         else:
             staged.remove()
 

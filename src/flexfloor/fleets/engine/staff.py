@@ -29,7 +29,7 @@ _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike lon
 class Staff:
     """Starts the workers of a fleet, all of them at its launch and single ones later.
 
-    checkpoint: whose weights a worker loads, until `staged` holds others. memory: by worker. home: the placement they
+    checkpoint: of the model, whose weights a worker loads unless `staged` holds newer ones. memory: by worker. home: the placement they
     start with. launcher: starts the processes in place of the settings' one.
     """
 
@@ -113,6 +113,7 @@ class Staff:
         return WorkerConfig(
             worker=worker,
             info=self.checkpoint if self.staged is None else self.staged.info_on(handle.machine),
+            model=self.checkpoint.path,
             memory=self._memory[worker],
             placement=self._home,
             eos_token_ids=read_eos_token_ids(self.checkpoint),

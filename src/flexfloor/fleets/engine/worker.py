@@ -39,7 +39,8 @@ class WorkerConfig:
     """All that a worker process is told at its start."""
 
     worker: int
-    info: CheckpointInfo
+    info: CheckpointInfo  # whose weights are loaded
+    model: Path  # folder of the model that was launched, which has the tokenizer
     memory: MemoryPlan
     placement: ExpertPlacement
     eos_token_ids: frozenset[int]
@@ -175,7 +176,7 @@ class Worker:
             if request.sampling.stop and self._tokenizer is None:
                 from transformers import AutoTokenizer
 
-                self._tokenizer = AutoTokenizer.from_pretrained(self.config.info.path, local_files_only=True)
+                self._tokenizer = AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
             room = self.config.info.shape.max_context - len(request.prompt_tokens)
             self.scheduler.add(
                 Sequence(
