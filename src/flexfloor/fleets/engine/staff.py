@@ -29,8 +29,8 @@ _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike lon
 class Staff:
     """Starts the workers of a fleet, all of them at its launch and single ones later.
 
-    checkpoint: of the model, whose weights a worker loads unless `staged` holds newer ones. memory: by worker. home: the placement they
-    start with. launcher: starts the processes in place of the settings' one.
+    checkpoint: of the model, whose weights a worker loads unless `staged` holds newer ones. memory: by worker. home:
+    the placement they start with. launcher: starts the processes in place of the settings' one.
     """
 
     def __init__(
