@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from make_tiny_model import make_tiny_model
 
 import flexfloor
@@ -17,6 +18,10 @@ from flexfloor.fleets.engine.checkpoint import inspect_checkpoint
 from flexfloor.fleets.engine.plan import plan_memory
 from flexfloor.settings import EngineSettings
 from flexfloor.world.experts import place_contiguous
+
+# How long an example takes says more about what else the machine does.
+settings.register_profile("flexfloor", deadline=None)
+settings.load_profile("flexfloor")
 
 # Widths that are no multiple of 32, expert counts that no worker count divides; one ordinary model.
 ODD = {

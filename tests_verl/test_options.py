@@ -42,6 +42,11 @@ def test_options_reach_the_fleet_and_the_rollout() -> None:
         ({"release": "end"}, {}, "custom.release is 'end'"),
         ({"knowledge": "history", "history": None}, {}, "custom.history: give a file or auto"),
         ({"min_workers": 3}, {}, "min_workers is 3, more than the 2 workers"),
+        ({"policy": "releas"}, {}, "custom.policy: policy 'releas' is not known"),
+        ({"policy": "fixed:9"}, {}, "custom.policy: "),
+        ({"profile": "nosuch"}, {}, "custom.profile: profile 'nosuch' is not known"),
+        ({"history": __file__}, {}, "custom.history: "),
+        ({}, {"dtype": "fp8"}, "actor_rollout_ref.rollout.dtype: "),
         ({"launcher": "carrier pigeon"}, {}, "launcher 'carrier pigeon' is not known"),
         ({"launcher": "ray"}, {}, "custom.launcher is 'ray'; under verl the fleet runs where the training does"),
         ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2; set it to 1"),
@@ -63,6 +68,7 @@ def run_config(**changes: Any) -> Any:
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 2,
         "algorithm.filter_groups.enable": False,
+        "trainer.v1.sampler.custom_sampler.name": "FlexFloorSampler",
         "actor_rollout_ref.rollout.data_parallel_size": 2,
     } | changes
     made = OmegaConf.create({})
@@ -77,6 +83,8 @@ def test_runs_that_cannot_be_served_are_refused() -> None:
         ("trainer.use_v1", False, "set trainer.use_v1=True"),
         ("trainer.v1.trainer_mode", "separate_async", "trainer_mode=sync"),
         ("algorithm.filter_groups.enable", True, "algorithm.filter_groups.enable=True"),
+        ("trainer.v1.sampler.custom_sampler", None, "sampler.custom_sampler is not set"),
+        ("trainer.v1.sampler.custom_sampler.name", None, "and name=FlexFloorSampler"),
         ("trainer.n_gpus_per_node", 4, "data_parallel_size is 2 and there are 4 trainer workers"),
     ):
         with pytest.raises(UnsupportedError) as caught:

@@ -155,3 +155,20 @@ def test_a_worker_gets_its_own_gpu_back(cluster: None) -> None:
         for lease in leases:
             lease.drop()
     wait_for(CPUS)
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", "RAY_ADDRESS is 127.0.0.1:1, where nobody answers"),
+        ("127.0.0.1:99999", "where nobody answers"),
+        ("ray://127.0.0.1:10001", "for Ray Client, which launcher 'ray' does not support"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_at_once(address: str, told: str) -> None:
+    """Ray itself tries for minutes, and cannot be interrupted meanwhile."""
+    begin = time.monotonic()
+    with pytest.raises(InputError) as caught:
+        launcher._check_address(address)
+    assert told in str(caught.value)
+    assert time.monotonic() - begin < 10

@@ -8,6 +8,7 @@ python examples/verl/train_cpu.py trainer.total_training_steps=8 actor_rollout_r
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +33,12 @@ def train(overrides: list[str], **environment: str) -> int:
         subprocess.run([sys.executable, str(HERE / "make_inputs.py"), "--out", str(root / "runs/verl")], check=True)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(HERE), "--config-name", "tiny_cpu"]
     python_path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    own = os.environ | ENVIRONMENT | {"PYTHONPATH": python_path} | environment
-    return subprocess.run([*command, *overrides], cwd=root, env=own).returncode
+    metrics = {"VERL_FILE_LOGGER_PATH": str(root / "runs" / "verl" / "metrics.jsonl")}
+    own = os.environ | ENVIRONMENT | metrics | {"PYTHONPATH": python_path} | environment
+    # Ctrl-C reaches verl as well, which needs its time to end Ray; who waits for it must not be ended first.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    code = subprocess.run([*command, *overrides], cwd=root, env=own).returncode
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

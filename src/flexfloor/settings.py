@@ -97,7 +97,7 @@ class EngineSettings(Settings):
         "auto", description="between workers; auto: socket on cpu, nccl on cuda"
     )
     worker_timeout: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a worker is failed")
-    launcher: str = Field("local", description="how worker processes are started")
+    launcher: str = Field("local", description="how worker processes are started: local, or ray")
     release: Literal["park", "end"] = Field(
         "park", description="a released worker's process: parked with its dense weights, or ended and started anew"
     )

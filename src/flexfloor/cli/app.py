@@ -262,7 +262,7 @@ def profile_comm(
     device: Annotated[str, typer.Option("--device", metavar="cpu|cuda")] = "cpu",
     dtype: Annotated[str, typer.Option("--dtype", help="auto: as in the config")] = "auto",
     transport: Annotated[str, typer.Option("--transport", metavar="auto|socket|gloo|nccl")] = "auto",
-    launcher: Annotated[str, typer.Option("--launcher", metavar="NAME")] = "local",
+    launcher: Annotated[str, typer.Option("--launcher", metavar="local|ray")] = "local",
     worker_timeout: Annotated[float, typer.Option("--worker-timeout", metavar="SECONDS")] = 30.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress lines")] = False,
 ) -> Command:

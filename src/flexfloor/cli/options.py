@@ -48,7 +48,7 @@ _METAVARS = {
     "architecture": "PRESET|FILE",
     "worker_memory": "SIZE",
     "worker_timeout": "SECONDS",
-    "launcher": "NAME",
+    "launcher": "local|ray",
     "pace": "SCALE",
     "pace_model": "NAME|FILE",
     "profile": "NAME|FILE",

@@ -34,6 +34,7 @@ PATIENCE = 120.0
 """Seconds that a worker may wait for its place in the cluster, and for its process."""
 
 _TOKEN_BYTES = 32
+_KNOCK = 5.0  # seconds for an answer from the head of a cluster
 _GREETING = 5.0  # most seconds between a call at the door and its token
 
 
@@ -188,13 +189,35 @@ def _connect(workers: int) -> None:
     if ray.is_initialized():
         return
     options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("FLEXFLOOR_DEBUG"))}
-    if not os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_address(address)
+    else:
         options |= {"address": "local", "num_cpus": max(workers, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(**options)
     except Exception as error:
         told = " ".join(str(error).split())[:200]
         raise InputError(f"launcher 'ray': no cluster can be reached ({told})", settings=("launcher",)) from None
+
+
+def _check_address(address: str) -> None:
+    """Raises InputError at once for what Ray would try for minutes, or what its client cannot do."""
+    if address.startswith("ray://"):
+        raise InputError(
+            f"RAY_ADDRESS is {address}, for Ray Client, which launcher 'ray' does not support; give HOST:PORT of the "
+            "cluster's head (`ray start` shows it) and run on one of its machines",
+            settings=("launcher",),
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # auto, local, or something that Ray itself explains
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"RAY_ADDRESS is {address}, where nobody answers ({error}); start the cluster or give its address",
+            settings=("launcher",),
+        ) from None
 
 
 def _find_home() -> Machine:

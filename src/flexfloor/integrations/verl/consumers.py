@@ -7,6 +7,7 @@ fleet generates. Once a worker has left, its part of that memory is free, and an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flexfloor.errors import InputError
 from flexfloor.fleets.engine.fleet import EngineFleet
 from flexfloor.integrations.verl.settings import CUSTOM
+
+_log = logging.getLogger(__name__)
 
 
 class Consumer(Protocol):
@@ -61,7 +65,7 @@ class Consumers:
         self._kind, self._bundles, self._gpus, self._grace = load_consumer(name), bundles, gpus, grace
         self._running: list[_Running] = []
         self._seconds = self._units = 0.0
-        self._started = self._killed = 0
+        self._started = self._killed = self._failed = 0
 
     def start(self, worker: int) -> None:
         """Called once the worker's memory is free. Returns at once: the actor starts while the rollout goes on."""
@@ -86,26 +90,36 @@ class Consumers:
         for running in self._running:
             ready = bool(ray.wait([running.ready], timeout=0)[0])
             left = max(0.0, deadline - time.monotonic())
-            if ready and ray.wait([running.work], timeout=left)[0]:
-                self._units += float(ray.get(running.work))
-                self._seconds += time.monotonic() - running.begin
-            else:
+            if not (ready and ray.wait([running.work], timeout=left)[0]):
                 self._killed += 1
+            else:
+                self._take(running)
             ray.kill(running.actor)
         self._running.clear()
         return time.monotonic() - begin
 
+    def _take(self, running: _Running) -> None:
+        """What a consumer came to. The training does not depend on it: one that raised is a warning."""
+        try:
+            self._units += float(ray.get(running.work))
+            self._seconds += time.monotonic() - running.begin
+        except (RayError, TypeError, ValueError) as error:
+            self._failed += 1
+            told = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            _log.warning("%s.consumer: it failed, and counts nothing: %s", CUSTOM, told[:300])
+
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call: actors started, killed before they were done, worker-seconds from start to end of those
-        that were, and what they did."""
+        """Since the last call: actors started, killed before they were done, failed; of the others worker-seconds from
+        start to end, and what they did."""
         taken = {
             "consumers": float(self._started),
             "consumers_killed": float(self._killed),
+            "consumers_failed": float(self._failed),
             "consumer_s": self._seconds,
             "consumer_units": self._units,
         }
         self._seconds = self._units = 0.0
-        self._started = self._killed = 0
+        self._started = self._killed = self._failed = 0
         return taken
 
 

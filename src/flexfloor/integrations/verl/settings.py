@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +11,17 @@ from pydantic import Field, ValidationError
 
 from flexfloor.errors import InputError, UnsupportedError
 from flexfloor.fleet import load_plugin
+from flexfloor.policy import make_policy
 from flexfloor.settings import EngineSettings, Settings, explain, unknown_key
+from flexfloor.world.lengths.knowledge import make_lengths
+from flexfloor.world.lengths.store import load_history
+from flexfloor.world.profiles import load_profile
 
 CUSTOM = "actor_rollout_ref.rollout.custom"
 """Where the options stand in verl's config."""
+
+SAMPLER = ("pkg://flexfloor.integrations.verl.sampler", "FlexFloorSampler")
+"""Path and name of the sampler, as verl's config wants them."""
 
 _BY_VERL = {
     "workers": "data_parallel_size",
@@ -142,6 +150,12 @@ def check_run(config: Any) -> None:
             "algorithm.filter_groups.enable=True refills a step with further rollouts, which FlexFloor's sampler does "
             "not do: set it to False"
         )
+    sampler = (config.trainer.v1.get("sampler") or {}).get("custom_sampler") or {}
+    if not sampler.get("name"):
+        raise UnsupportedError(
+            "trainer.v1.sampler.custom_sampler is not set; with verl's own no metrics are logged, and samples come in "
+            f"the order in which they end: set path={SAMPLER[0]} and name={SAMPLER[1]}"
+        )
     rollout = config.actor_rollout_ref.rollout
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if rollout.data_parallel_size != world:
@@ -160,6 +174,20 @@ def check_options(settings: VerlSettings) -> None:
         raise InputError(f"{CUSTOM}.knowledge is {options.knowledge!r} and needs {CUSTOM}.history: give a file or auto")
     if options.min_workers > settings.workers:
         raise InputError(f"{CUSTOM}.min_workers is {options.min_workers}, more than the {settings.workers} workers")
+    with _told_as("profile"):
+        profile = load_profile(engine.resolved_profile)
+    with _told_as("policy"):
+        make_policy(
+            options.policy,
+            lengths=make_lengths("none"),
+            max_slowdown=options.max_slowdown,
+            min_workers=options.min_workers,
+            workers=settings.workers,
+            profile=profile,
+        )
+    if options.history not in (None, "auto"):
+        with _told_as("history"):
+            load_history(Path(options.history))
     load_plugin("flexfloor.launchers", engine.launcher)
     if engine.launcher != "local":
         raise UnsupportedError(
@@ -167,12 +195,22 @@ def check_options(settings: VerlSettings) -> None:
         )
 
 
+@contextmanager
+def _told_as(key: str) -> Iterator[None]:
+    """What is refused inside the block is told as the fault of this option."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{CUSTOM}.{key}: {error}") from None
+
+
 def _parse(kind: type[Any], values: Mapping[str, Any]) -> Any:
     try:
         return kind(**values)
     except ValidationError as error:
         field, message = explain(error)
-        raise InputError(f"{CUSTOM}.{'.'.join(field)}: {message}") from None
+        where = "actor_rollout_ref.rollout.dtype" if field == ("dtype",) else f"{CUSTOM}.{'.'.join(field)}"
+        raise InputError(f"{where}: {message}") from None
 
 
 def engine_dtype(name: str) -> str:
