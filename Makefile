@@ -37,7 +37,7 @@ BROWSER_TESTS := tests/test_report_browser.py
 CHROMIUM := chromium --headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update \
   --disable-sync --no-first-run --disable-dev-shm-usage --hide-scrollbars
 
-.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor test-verl report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths bench-overhead lint clean
+.PHONY: help setup demo demo-real test test-browser test-reasoning-gym test-transformers-floor setup-verl test-verl report-picture bench bench-elastic bench-real bench-vllm bench-gates bench-simulator bench-lengths bench-overhead lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 28
@@ -118,6 +118,8 @@ $(FLOOR)/.installed: pyproject.toml constraints.txt constraints-floor.txt
 	  > $(FLOOR)/constraints.txt
 	$(call install,$(FLOOR),$(FLOOR)/constraints.txt) -e '.[dev,parquet]'
 	touch $@
+
+setup-verl: $(VERL)/.installed  ## an environment with verl and Ray, .venv-verl (2 GB)
 
 test-verl: $(VERL)/.installed  ## verl's trainer with rollouts by FlexFloor on a CPU, in an environment of its own (2 GB)
 	$(VERL)/bin/pytest tests_verl
