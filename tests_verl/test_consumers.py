@@ -69,7 +69,13 @@ def run(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, *kinds: type) -> dict[s
 def test_what_they_did_counts(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = run(bundle, monkeypatch, Works, Works)
     assert taken.pop("consumer_s") > 0
-    assert taken == {"consumers": 2, "consumers_killed": 0, "consumers_failed": 0, "consumer_units": 14}
+    assert taken == {
+        "consumers": 2,
+        "consumers_killed": 0,
+        "consumers_failed": 0,
+        "freed_bytes": 0,
+        "consumer_units": 14,
+    }
 
 
 def test_one_that_fails_is_a_warning_and_the_others_count(
@@ -78,7 +84,13 @@ def test_one_that_fails_is_a_warning_and_the_others_count(
     with caplog.at_level(logging.WARNING):
         taken = run(bundle, monkeypatch, Raises, CannotBegin, Works, Stuck)
     del taken["consumer_s"]
-    assert taken == {"consumers": 4, "consumers_killed": 1, "consumers_failed": 2, "consumer_units": 7}
+    assert taken == {
+        "consumers": 4,
+        "consumers_killed": 1,
+        "consumers_failed": 2,
+        "freed_bytes": 0,
+        "consumer_units": 7,
+    }
     told = "rollout.custom.consumer: it failed, and counts nothing: ValueError: the judge does not answer"
     assert told in caplog.text
     assert "no such checkpoint" in caplog.text

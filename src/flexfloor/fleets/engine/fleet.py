@@ -87,7 +87,6 @@ class EngineFleet(Fleet):
         self._members = tuple(range(workers))
         self._iteration = 0
         self._tags = 0
-        self._staged: StagedWeights | None = None
         self._has_source = True  # the checkpoint at hand holds the weights in use
         self._crew = Crew(settings.worker_timeout)
         self._staff = Staff(self._crew, info, self._memory, self._home, settings, self._pace, start_by)
@@ -293,13 +292,9 @@ class EngineFleet(Fleet):
             staged.remove()
             raise
         self._info = replace(self._info, weights_version=self._info.weights_version + 1 if version is None else version)
-        if self._staged is not None:
-            self._staged.remove()
-        self._staged = self._staff.staged = None
         self._has_source = self._settings.release == "end"
-        if self._has_source:  # processes that start anew load from it
-            self._staged = self._staff.staged = staged
-        else:
+        self._staff.keep(staged if self._has_source else None)  # processes that start anew load from it
+        if not self._has_source:
             staged.remove()
 
     def sleep(self) -> int:
@@ -350,9 +345,6 @@ class EngineFleet(Fleet):
 
     def close(self) -> None:
         self._crew.close()
-        if self._staged is not None:
-            self._staged.remove()
-            self._staged = None
         self._staff.close()
 
     def __enter__(self) -> Self:

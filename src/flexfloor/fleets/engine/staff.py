@@ -29,8 +29,8 @@ _COLLECTIVE_TIMEOUTS = 10  # worker_timeouts; the driver's watch must strike lon
 class Staff:
     """Starts the workers of a fleet, all of them at its launch and single ones later.
 
-    checkpoint: of the model, whose weights a worker loads unless `staged` holds newer ones. memory: by worker. home:
-    the placement they start with. launcher: starts the processes in place of the settings' one.
+    checkpoint: of the model, whose weights a worker loads unless it was told to `keep` newer ones. memory: by worker.
+    home: the placement they start with. launcher: starts the processes in place of the settings' one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Staff:
         launcher: Launcher | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.staged: StagedWeights | None = None
+        self._staged: StagedWeights | None = None
         self.launcher = launcher or load_plugin("flexfloor.launchers", settings.launcher)(settings.device)
         self._crew, self._memory, self._home, self._settings, self._pace = crew, memory, home, settings, pace
         self._store: dist.TCPStore | None = None
@@ -52,8 +52,8 @@ class Staff:
     def start(self, workers: Iterable[int]) -> None:
         numbers = list(workers)
         self._crew.add(dict(zip(numbers, self.launcher.start(numbers, self._environment()), strict=True)))
-        if self.staged is not None:
-            self.staged.spread(self.launcher, self.machines)
+        if self._staged is not None:
+            self._staged.spread(self.launcher, self.machines)
         interval = min(1.0, self._settings.worker_timeout / 4)
         self._crew.call("init", {w: (self._config(w), interval) for w in numbers})
 
@@ -96,7 +96,14 @@ class Staff:
             settings=("numerics",),
         )
 
+    def keep(self, staged: StagedWeights | None) -> None:
+        """Weights for processes that start anew, until the next ones or `close`; those of before are removed."""
+        if self._staged is not None:
+            self._staged.remove()
+        self._staged = staged
+
     def close(self) -> None:
+        self.keep(None)
         self._store = None
 
     def _environment(self) -> dict[str, str]:
@@ -112,7 +119,7 @@ class Staff:
         s, handle = self._settings, self._crew.handles[worker]
         return WorkerConfig(
             worker=worker,
-            info=self.checkpoint if self.staged is None else self.staged.info_on(handle.machine),
+            info=self.checkpoint if self._staged is None else self._staged.info_on(handle.machine),
             model=self.checkpoint.path,
             memory=self._memory[worker],
             placement=self._home,

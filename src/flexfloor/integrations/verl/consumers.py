@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -21,6 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flexfloor.errors import InputError
 from flexfloor.fleets.engine.fleet import EngineFleet
 from flexfloor.integrations.verl.settings import CUSTOM
+from flexfloor.progress import ResizeOutcome
+from flexfloor.world.resize import ResizePlan
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,11 @@ class Consumers:
         self._kind, self._bundles, self._gpus, self._grace = load_consumer(name), bundles, gpus, grace
         self._running: list[_Running] = []
         self._seconds = self._units = 0.0
-        self._started = self._killed = self._failed = 0
+        self._started = self._killed = self._failed = self._freed = 0
+
+    def note_freed(self, count: int) -> None:
+        """Bytes that released workers have given back."""
+        self._freed += count
 
     def start(self, worker: int) -> None:
         """Called once the worker's memory is free. Returns at once: the actor starts while the rollout goes on."""
@@ -110,35 +115,44 @@ class Consumers:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: actors started, killed before they were done, failed; of the others worker-seconds from
-        start to end, and what they did."""
+        start to end, and what they did; and memory that workers' processes gave back by their release."""
         taken = {
             "consumers": float(self._started),
             "consumers_killed": float(self._killed),
             "consumers_failed": float(self._failed),
+            "freed_bytes": float(self._freed),
             "consumer_s": self._seconds,
             "consumer_units": self._units,
         }
         self._seconds = self._units = 0.0
-        self._started = self._killed = self._failed = 0
+        self._started = self._killed = self._failed = self._freed = 0
         return taken
 
 
 class RecallingFleet:
     """A fleet whose workers come back only when nobody else uses their devices."""
 
-    def __init__(self, fleet: EngineFleet, recall: Callable[[], float]) -> None:
-        self._fleet, self._recall = fleet, recall
+    def __init__(self, fleet: EngineFleet, consumers: Consumers) -> None:
+        self._fleet, self._consumers = fleet, consumers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fleet, name)
 
     def start(self) -> None:
-        self._recall()  # after a rollout that was given up
+        self._consumers.recall()  # after a rollout that was given up
         self._fleet.start()
 
     def regrow(self) -> float:
         """Seconds, with those that consumers took to go."""
-        return self._recall() + self._fleet.regrow()
+        return self._consumers.recall() + self._fleet.regrow()
+
+    def apply(self, plan: ResizePlan) -> ResizeOutcome:
+        before = self._fleet.status().workers
+        outcome = self._fleet.apply(plan)
+        if outcome.failed is None:
+            after = self._fleet.status().workers
+            self._consumers.note_freed(sum(before[w].memory_bytes - after[w].memory_bytes for w in plan.leaving))
+        return outcome
 
 
 def load_consumer(name: str) -> type[Any]:

@@ -173,7 +173,7 @@ class RolloutServer:
             raise FlexFloorError("the fleet has no weights; verl updates them after it has put a rollout to sleep")
         consumers = self._consumers
         self._current = StepRollout(
-            self.fleet if consumers is None else RecallingFleet(self.fleet, consumers.recall),
+            self.fleet if consumers is None else RecallingFleet(self.fleet, consumers),
             announcement,
             self._options(folder),
             ledger=self._ledger(announcement),
