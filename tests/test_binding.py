@@ -105,7 +105,8 @@ def test_the_largest_go_from_the_fullest_worker_to_the_emptiest() -> None:
     def homes(tokens: Sequence[float], worker: Sequence[int], movable: Sequence[bool] = (), **options: float) -> list:
         limit, most = np.full(2, float(options.get("limit", 1000))), int(options.get("max_batch", 64))
         can = np.array(movable or [True] * len(tokens))
-        return even_out(np.array(tokens, float), np.array(worker, dtype=np.int64), can, limit, most, 0.1).tolist()
+        left, place = np.ones(len(tokens)), np.array(worker, dtype=np.int64)
+        return even_out(np.array(tokens, float), left, place, can, limit, most, 0.1).tolist()
 
     assert homes([50, 40, 30, 10], [0, 0, 0, 1]) == [1, 0, 0, 1]
     assert homes([50, 40, 30, 10], [0, 0, 0, 1], [False, True, True, True]) == [0, 1, 0, 1]
@@ -113,3 +114,37 @@ def test_the_largest_go_from_the_fullest_worker_to_the_emptiest() -> None:
     assert homes([50, 40, 30, 10], [0, 0, 0, 1], max_batch=1) == [0, 0, 0, 1]
     assert homes([120, 10], [0, 1]) == [0, 1], "a request alone stays"
     assert homes([51, 50], [0, 1]) == [0, 1]
+
+
+def evened(held: Sequence[tuple[int, int, int]], limit: Sequence[float]) -> list[int]:
+    """held: (tokens, left, worker)."""
+    tokens, left, worker = (np.array([h[i] for h in held], dtype=float) for i in range(3))
+    can = np.ones(len(held), dtype=bool)
+    return even_out(tokens, left, worker.astype(np.int64), can, np.array(limit, float), 64, 0.1).tolist()
+
+
+def test_nobody_gets_requests_that_it_will_not_hold_when_they_have_grown() -> None:
+    # Worker 1 holds 10 now, and 90 when its request ends; with the largest of worker 0 it holds (40 + 60) + (10 + 60)
+    # before that, with one of the next largest ones (30 + 10) + (10 + 10).
+    held = [(40, 60, 0), (30, 10, 0), (30, 10, 0), (10, 80, 1)]
+    assert evened(held, [1000, 1000]) == [1, 0, 0, 1]
+    assert evened(held, [1000, 95]) == [0, 1, 0, 1]
+    assert evened(held, [1000, 1000, 95]) == [1, 2, 0, 0], "the largest does not fit on the emptiest one, 2"
+    # Where forecasts already say that it is too much, it gets nowhere worse than it was.
+    assert evened([(40, 60, 0), (30, 60, 0), (30, 60, 0), (10, 80, 1)], [100, 100]) == [1, 0, 0, 1]
+
+
+@given(
+    held=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2)), max_size=14),
+    limit=st.integers(20, 150),
+)
+@settings(max_examples=200)
+def test_no_forecast_peak_gets_over_its_limit_by_evening_out(held: list, limit: int) -> None:
+    homes = evened(held, [limit] * 3)
+    before, after = (
+        [most_held([(t, rest) for (t, rest, _), w in zip(held, where, strict=True) if w == worker]) for worker in range(3)]
+        for where in ([w for _, _, w in held], homes)
+    )
+    assert max(after) <= max(limit, *before)
+    spread = [sum(t for (t, _, _), w in zip(held, homes, strict=True) if w == worker) for worker in range(3)]
+    assert max(spread) <= max(sum(t for t, _, w in held if w == worker) for worker in range(3))

@@ -117,12 +117,14 @@ def peaks_of(held_tokens, held_left, held_worker, workers):
     return found
 
 
-@numba.njit("i8[::1](f8[::1], i8[::1], b1[::1], f8[::1], i8, f8)", cache=True, error_model="numpy")
-def even_out(tokens, worker, movable, limit, max_batch, tolerance):
+@numba.njit("i8[::1](f8[::1], f8[::1], i8[::1], b1[::1], f8[::1], i8, f8)", cache=True, error_model="numpy")
+def even_out(tokens, left, worker, movable, limit, max_batch, tolerance):
     """New home of each request so that no worker holds much more than the others: int64 [n].
 
-    tokens: float64 [n]; worker: int64 [n], place in `limit`; movable: bool [n]; limit: tokens a worker may hold. The
-    largest first, from workers above (1 + tolerance) · mean to the emptiest one, where that makes a difference.
+    tokens, left: float64 [n], what each holds and still generates; worker: int64 [n], place in `limit`; movable: bool
+    [n]; limit: tokens a worker may hold. The largest first, from workers above (1 + tolerance) · mean to the emptiest
+    one whose forecast peak then keeps its limit, or at least is no more above it than the giver's was; where it makes
+    a difference.
     """
     workers = len(limit)
     held, counts = np.zeros(workers), np.zeros(workers, dtype=np.int64)
@@ -131,17 +133,38 @@ def even_out(tokens, worker, movable, limit, max_batch, tolerance):
         counts[worker[i]] += 1
     mean = held.sum() / workers
     homes = worker.copy()
+    # Of each worker, sorted by what is left.
+    most = min(max_batch, len(tokens)) + counts.max()
+    have, rest, which = np.empty((workers, most)), np.empty((workers, most)), np.zeros(workers, dtype=np.int64)
+    _fill(have, rest, which, tokens, left, worker)
+    peaks = np.zeros(workers)
+    for w in range(workers):
+        peaks[w] = _peak(have[w], rest[w], counts[w])
     for i in np.argsort(-tokens, kind="mergesort"):
         source = homes[i]
         if not movable[i] or held[source] <= (1 + tolerance) * mean or counts[source] < 2:
             continue
-        target = held.argmin()
-        after = held[target] + tokens[i]
-        if counts[target] >= max_batch or after > limit[target] or after >= held[source] - 0.3 * tokens[i]:
-            continue
-        held[source] -= tokens[i]
-        held[target] = after
-        counts[source] -= 1
-        counts[target] += 1
-        homes[i] = target
+        for target in np.argsort(held, kind="mergesort"):
+            after = held[target] + tokens[i]
+            if after > limit[target] or after >= held[source] - 0.3 * tokens[i]:
+                break
+            if counts[target] >= max_batch:
+                continue
+            at = _insert(have[target], rest[target], counts[target], tokens[i], left[i])
+            peak = _peak(have[target], rest[target], counts[target] + 1)
+            if peak - limit[target] > max(peaks[source] - limit[source], 0.0):
+                _take_out(have[target], rest[target], counts[target] + 1, at)
+                continue
+            at = 0
+            while have[source, at] != tokens[i] or rest[source, at] != left[i]:
+                at += 1
+            _take_out(have[source], rest[source], counts[source], at)
+            held[source] -= tokens[i]
+            held[target] = after
+            counts[source] -= 1
+            counts[target] += 1
+            peaks[source] = _peak(have[source], rest[source], counts[source])
+            peaks[target] = peak
+            homes[i] = target
+            break
     return homes

@@ -150,12 +150,13 @@ class FlexFloorPolicy(PlannedPolicy):
         return max(self._next - status.iteration, 1)
 
     def _settle(self, status: FleetStatus) -> None:
-        """How much longer an iteration takes than one of a pooled batch on the device of the profile."""
+        """How much longer an iteration takes than one of this batch on the device of the profile."""
         if not status.live or status.iteration_s <= 0:
             return
-        table = status.live_requests
-        tokens = float((table.prompt_tokens + table.response_tokens).sum())
-        ratio = status.iteration_s / self._pooled_s(len(status.active), status.live, tokens, status)
+        table, workers = status.live_requests, len(status.active)
+        place = np.full(len(status.workers), -1)
+        place[list(status.active)] = np.arange(workers)
+        ratio = status.iteration_s / self._iteration_s(self.book.live(status), place[table.worker], workers, status)
         if self._still == len(self.book.waiting) and table.decoding.all():
             self.scale += (ratio - self.scale) * (_SETTLE if self._settled else 1.0)
             self._settled = True

@@ -218,14 +218,14 @@ class PlannedPolicy:
         place = np.full(len(status.workers), -1)
         place[list(workers)] = np.arange(len(workers))
         here, limit = place[live.worker], self.limits(workers, status)
-        homes = even_out(live.tokens, here, live.decoding, limit, status.max_batch, _UNEVEN)
+        left = self.book.left(live.rows, live.generated)
+        homes = even_out(live.tokens, left, here, live.decoding, limit, status.max_batch, _UNEVEN)
         moving = np.nonzero(homes != here)[0]
         if not len(moving):
             return None
         before, after = (self._iteration_s(live, h, len(workers), status) for h in (here, homes))
         # Evenness lasts until others end, not for as long as what is live.
-        left = float(np.median(self.book.left(live.rows, live.generated)))
-        lasting = min(left, _LASTING * max(self._next - status.iteration, 1))
+        lasting = min(float(np.median(left)), _LASTING * max(self._next - status.iteration, 1))
         gain = (before - after) * lasting if not full else np.inf
         bytes_out = np.bincount(here[moving], live.own_pages[moving] * status.page_bytes).max()
         stall = status.move_costs.pause_s + bytes_out / status.move_costs.bytes_per_s

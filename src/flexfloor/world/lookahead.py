@@ -19,7 +19,7 @@ from flexfloor.world.jit import numba
 _BINS = 192  # steps that the longest remaining response is divided into
 _RING = 512
 _SKIPS = 32  # waiting requests that shorter ones may pass, as the planner has it
-_UNEVEN = 0.03  # KV of the fullest worker above the mean, where there are many requests
+_UNEVEN, _LUMP = 0.03, 0.55  # KV of the fullest worker above the mean: share of that, and requests of mean size
 _BURST = 2.0  # prompt tokens of the busiest worker over the mean
 _FILL = 0.97  # of the KV memory that is ever planned to be full
 _HALVINGS = 6  # of the gap between two prices, by which the reference gets near the limit
@@ -161,12 +161,12 @@ def group_sizes(most: int) -> list[int]:
 # Compiled for these types when the module is loaded (or taken from the cache): no rollout waits for a compiler.
 @numba.njit("Tuple((f8, f8))(f8, f8, f8, b1)", cache=True, error_model="numpy")
 def busiest(workers, live, kv, perfect):
-    """(requests, KV tokens) of the busiest worker, when requests are spread as evenly as they can be: whole requests,
-    of unlike KV, so that the remainder counts by half; a little is never evened out. perfect: KV is the same on all."""
+    """(requests, KV tokens) of the busiest worker, when requests are spread as evenly as pays: whole requests, which
+    end at random, so that there is always one more here than there. perfect: KV is the same on all."""
     if live <= workers:
         return min(live, 1.0), kv / max(live, 1.0)
-    per = np.ceil(live / workers - 1e-9)
-    return per, kv / workers * (1.0 if perfect else 1 + _UNEVEN + 0.5 * (per * workers / live - 1))
+    even = kv / workers
+    return np.ceil(live / workers - 1e-9), even if perfect else (1 + _UNEVEN) * even + _LUMP * kv / live
 
 
 @numba.njit("f8(f8[::1], f8[:, ::1], f8, f8, f8, b1)", cache=True, error_model="numpy")
