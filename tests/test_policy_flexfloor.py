@@ -247,3 +247,16 @@ def test_the_order_of_what_waits_is_told_as_a_decision() -> None:
     assert told[0].reason
     assert told[0].predicted["remaining_s"] > 0
     assert ours.take_decisions() == []
+
+
+def test_an_uneven_batch_does_not_make_the_device_look_slow() -> None:
+    """Six long requests on one worker and a short one on another take longer than seven that are spread evenly; the
+    device is as fast as its profile says all the same, and what is told of all workers must not grow by that."""
+    ours, status = make({0: [80] * 6, 1: [3]}, pages=40)
+    kv = sum(1 + 80 + status.page_tokens / 2 for _ in range(6))
+    exact = float(ours.cost(status).seconds(4, 6, 7, kv))
+    decide(ours, replace(status, iteration_s=exact))
+    assert ours.scale == pytest.approx(1.0, rel=0.01)
+    ours, status = make({0: [80] * 6, 1: [3]}, pages=40)
+    decide(ours, replace(status, iteration_s=3 * exact))
+    assert ours.scale == pytest.approx(3.0, rel=0.01)

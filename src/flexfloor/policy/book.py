@@ -36,11 +36,10 @@ class Live:
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Which of the possible futures. shift: makes another one. cut: levels of the forecast end there, so that the
-    longest are missing. stretch: by which remaining lengths are multiplied."""
+    longest are missing."""
 
     shift: float = 0.0
     cut: float = 1.0
-    stretch: float = 1.0
 
 
 class Book:
@@ -144,8 +143,7 @@ class Book:
         if fresh.any():  # a decision asks for the same rows many times
             new = rows[fresh]
             level = np.modf((new + 1) * _GOLDEN + draw.shift)[0] * draw.cut
-            found = self._remaining(new, generated[fresh], level + (1 - level) * reserve)
-            drawn[new] = found if draw.stretch == 1.0 else np.maximum(draw.stretch * found, 1.0)
+            drawn[new] = self._remaining(new, generated[fresh], level + (1 - level) * reserve)
         return drawn[rows]
 
     def _remaining(self, rows: np.ndarray, generated: np.ndarray, level: np.ndarray | float) -> np.ndarray:

@@ -20,9 +20,7 @@ from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
 _SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
-_UNFORESEEN = 0.015  # of the time, that plans leave for what they do not foresee
 _UNLUCKY = 0.1  # probability of a longest response that is so much shorter that a plan must keep its time still
-_SHORTER = 0.5  # of the forecast; a plan must keep its time too when responses end so much sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,7 @@ class _Case:
         whole = [self._ahead.roll(policy.whole(d, status), len(status.workers)).seconds for d in draws]
         before, since = policy.spent(status)
         reference = before + policy.scale * float(np.mean(whole)) * (1 + policy.pauses(status))
-        slowdown = max(policy.max_slowdown - _UNFORESEEN, policy.max_slowdown / 4)
-        self._limit = reference * (1 + slowdown) - before - since
+        self._limit = reference * (1 + policy.max_slowdown) - before - since
         self.stay = self.option(len(status.active), policy.lead, np.inf)
 
     def _batches(self, lead: float) -> list[Batch]:
@@ -176,12 +173,11 @@ class FlexFloorPolicy(PlannedPolicy):
         expected = _Case(self, status, live, waiting, DRAWS[:1] if self._certain else DRAWS)
 
         @cache  # only asked of what is better than to stay
-        def sooner() -> list[_Case]:
-            """Time that a small group wins back at the end is not there when the end comes sooner than is foreseen:
-            because all are shorter, or because the longest are, which of a few is likely and of many is not."""
+        def sooner() -> _Case:
+            """Time that a small group wins back at the end is not there when the end comes sooner than is foreseen,
+            because the longest ones are shorter; which of a few is likely and of many is not."""
             cut = _UNLUCKY ** (1 / max(len(live.rows) + len(waiting), 1))
-            draws = () if self._certain else (Draw(stretch=_SHORTER), Draw(cut=cut))
-            return [_Case(self, status, live, waiting, (draw,)) for draw in draws]
+            return _Case(self, status, live, waiting, (Draw(cut=cut),))
 
         best: _Option | None = None
         smaller = [
@@ -199,7 +195,7 @@ class FlexFloorPolicy(PlannedPolicy):
                     break
                 if best is not None and option.occupied_s >= best.occupied_s:
                     continue
-                if all(case.keeps(case.option(workers, lead, price)) for case in sooner()):
+                if self._certain or sooner().keeps(sooner().option(workers, lead, price)):
                     best = option
         return None if best is None or best.workers == active else self._plan(best, expected.stay, status)
 
