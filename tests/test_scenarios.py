@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 
 from flexfloor.errors import InputError
+from flexfloor.simulate import workload as workload_module
 from flexfloor.simulate.distributions import Capped, Lognormal, draw
+from flexfloor.simulate.runs import Cell, Experiment, run_cell
 from flexfloor.simulate.scenarios import load_scenario, named_scenarios
-from flexfloor.simulate.workload import EARLIER_EPOCHS, Workload
+from flexfloor.simulate.workload import EARLIER_EPOCHS, MOST_SIBLINGS, Workload
 from flexfloor.world.costs import PROFILES
+from flexfloor.world.model_config import shape_from_config
 
 DRAWN = [name for name, values in named_scenarios().items() if values["kind"] != "trace"]
 HEAD = "workload,step,dp_rank,prompt_index,input_tokens,sample_index,output_tokens"
@@ -188,6 +192,46 @@ def test_the_history_of_a_traced_response_is_its_siblings(trace: Path):
     assert seen[known[300]] == []
 
 
+def test_a_prompt_with_very_many_responses_takes_memory_by_the_response(tmp_path: Path):
+    path, many = tmp_path / "t.csv", 30_000
+    path.write_text(
+        "prompt_index,input_tokens,output_tokens\n" + "".join(f"0,5,{length}\n" for length in range(1, many + 1))
+    )
+    scenario = load_scenario(str(path))
+    tracemalloc.start()
+    try:
+        work = scenario.draw(many, seed=1)
+        before = tracemalloc.get_traced_memory()[1]
+        earlier = work.earlier
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert before < 100e6, "without a history there are no pairs of siblings"
+    assert peak < 400e6, "every response beside every other takes 900e6 entries"
+    assert len(earlier) == many * MOST_SIBLINGS
+    own = dict(zip(work.keys, work.lengths.tolist(), strict=True))
+    known = earlier.tokens.reshape(many, MOST_SIBLINGS)
+    assert all((known[row] != own[key]).all() for row, key in enumerate(earlier.keys))
+    assert all(len(set(row)) == MOST_SIBLINGS for row in known[::500].tolist())
+    assert 0.9 < np.bincount(earlier.tokens)[1:].mean() / MOST_SIBLINGS < 1.1
+    middles = known.mean(axis=1)
+    assert abs(np.corrcoef(middles, [own[key] for key in earlier.keys])[0, 1]) < 0.05, "not those next in the file"
+
+
+def test_histories_are_made_where_knowledge_needs_them(trace: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple] = []
+    experiment = Experiment(
+        load_scenario(str(trace), workload="a"),
+        shape_from_config("qwen3-30b-a3b"),
+        PROFILES["h200"],
+        policies=("planned",),
+        knowledge=("none", "oracle"),
+    )
+    monkeypatch.setattr(workload_module, "_siblings", lambda *arguments: asked.append(arguments))
+    assert len(list(run_cell(experiment, Cell(2, 3, 0)))) == 2
+    assert asked == []
+
+
 def test_workloads_of_a_trace(trace: Path):
     assert load_scenario(str(trace), workload="b").draw(1, 0).lengths.tolist() == [77]
     only = load_scenario("dapo", trace=trace, workload="a")
@@ -212,6 +256,10 @@ def test_workloads_of_a_trace(trace: Path):
         ("prompt_index,input_tokens,output_tokens\n0,5,0\n", "output_tokens is '0'"),
         ("prompt_index,input_tokens,output_tokens\n0,x,3\n", "line 2: input_tokens is 'x'"),
         ("prompt_index,input_tokens,output_tokens\n0,5,7.5\n", "output_tokens is '7.5'"),
+        (
+            "prompt_index,input_tokens,output_tokens\n0,5,7\n1,6,7\n0,6,7\n",
+            "line 4: input_tokens is 6, and 5 in an earlier row of the same prompt; give siblings the same",
+        ),
         ("prompt_index,input_tokens,output_tokens\n0,5\n", "line 2 has 2 fields for 3 columns"),
         (b"prompt_index,input_tokens,output_tokens\n\xff\xfe,5,7\n", "is not UTF-8 text"),
         ("prompt_index,input_tokens,output_tokens\n" + "9" * 200_000 + ",5,7\n", "is not a CSV file"),

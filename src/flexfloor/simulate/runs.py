@@ -242,12 +242,13 @@ class _CellRunner:
             page_tokens=experiment.page_tokens,
         )
         requests: Sequence[Request] = self.requests[knowledge == "oracle"]
+        seen = self.workload.earlier if knowledge in ("history", "shuffled") else None
         return rollout(
             fleet,
             requests,
             policy=policy,
             knowledge=knowledge,
-            lengths=make_lengths(knowledge, self.workload.earlier, self.cell.seed),
+            lengths=make_lengths(knowledge, seen, self.cell.seed),
             max_slowdown=0.02 if slowdown is None else slowdown,
             profile=experiment.device,
             chunk=experiment.chunk,

@@ -74,7 +74,13 @@ def _read(path: Path, rows: Any, workload: str | None) -> Trace:
         if workload is not None and own != workload:
             continue
         key = (own, *(row[i] for i in place))
-        siblings = prompts.setdefault(key, (_whole(where, "input_tokens", row[asked]), []))[1]
+        tokens = _whole(where, "input_tokens", row[asked])
+        expected, siblings = prompts.setdefault(key, (tokens, []))
+        if tokens != expected:
+            raise InputError(
+                f"{where}: input_tokens is {tokens}, and {expected} in an earlier row of the same prompt; give "
+                f"siblings the same, or tell prompts apart by {', '.join(PLACE)}"
+            )
         siblings.append(_whole(where, "output_tokens", row[given]))
     if not found:
         raise InputError(f"{path} has no rows; give one for each response")
