@@ -3,12 +3,12 @@
     make bench-simulator
     python benchmarks/check_simulator.py --emulate 8        # workers paced as H200s that run Qwen3-30B-A3B
 
-Runs on the tiny model with 1 to 4 workers give a profile (`flexfloor calibrate`); further runs, with other lengths and
-every policy, are then simulated on it: wall time and occupied worker-time should be within 15%, and the iterations of
-policies whose decisions do not depend on time the same. Each real run is made three times and the one in the middle
-counts: single ones differ by 20% and more (column `repeats`: the slowest over the fastest). Numbers of workers take
-turns in everything, so that a slow minute of the machine is not mistaken for the slowness of one of them. Lengths are
-forced and known, so that decisions can be alike.
+Runs on the tiny model with 1 to 4 workers give a profile (`flexfloor calibrate`); other runs, with other lengths and
+every policy, are simulated on it: wall time and occupied worker-time should be within 15%, and the iterations of
+policies whose decisions do not depend on time the same. A machine has slow minutes, in which everything takes a third
+longer and more. So the whole is done in three rounds, in which runs to calibrate from and others take turns, and of
+the three times that a run is made, the fastest counts, here and there (column `repeats`: the slowest over the
+fastest). Lengths are forced and known, so that decisions can be alike; policies decide by a profile of the first round.
 With --emulate, tokens per occupied (emulated) second of a paced fleet should be within 10% of what is simulated for it,
 with resizes that take what they take here.
 """
@@ -19,7 +19,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -42,7 +43,7 @@ from flexfloor.world.profiles import PROFILES, DeviceProfile, format_profile
 POLICIES = ("static", "static-grouped", "planned", "release", "flexfloor", "fixed:1")
 SAME_ITERATIONS = ("static", "static-grouped")  # nothing is decided by time
 WITHIN = 0.15
-REPEATS = 3  # of each real run; the one of median time counts
+ROUNDS = 3  # in each of which every real run is made; the fastest counts
 EMULATED, EMULATED_WITHIN = "qwen3-30b-a3b", 0.1
 OPTIONS: dict[str, Any] = {"worker_memory": "96MiB", "prefill_tokens": 128, "max_batch": 64}
 
@@ -56,8 +57,7 @@ class Pair:
 
     @property
     def real(self) -> Summary:
-        """The repeat of median time."""
-        return sorted(self.repeats, key=lambda s: s.wall_s)[len(self.repeats) // 2]
+        return min(self.repeats, key=lambda s: s.wall_s)
 
     @property
     def spread(self) -> float:
@@ -105,9 +105,10 @@ def run_simulated(
     requests: Sequence[flexfloor.Request],
     policy: str,
     profile: DeviceProfile,
+    decides_by: DeviceProfile | None = None,
     timed_as: ModelShape | None = None,
 ) -> Summary:
-    """The same on a fleet in virtual time, with as much memory."""
+    """The same on a fleet in virtual time, with as much memory. decides_by: the policy's profile, if it is another."""
     status = fleet.status()
     memory = status.workers[0].arena_bytes + status.model.dense_bytes + profile.reserve_bytes
     simulated = SimulatedFleet(
@@ -120,7 +121,8 @@ def run_simulated(
         page_tokens=status.page_tokens,
         timed_as=timed_as,
     )
-    return flexfloor.rollout(simulated, requests, policy=policy, knowledge="oracle", profile=profile).summary
+    decides_by = decides_by or profile
+    return flexfloor.rollout(simulated, requests, policy=policy, knowledge="oracle", profile=decides_by).summary
 
 
 class Others:
@@ -150,27 +152,43 @@ def run_pairs(sizes: Sequence[int], count: int, model: Path, folder: Path) -> It
             fleets[workers] = flexfloor.Fleet.launch(model, workers=workers, **OPTIONS)
         for fleet in fleets.values():  # memory that is touched for the first time
             run_real(fleet, make_requests(count, 0), "static", PROFILES["cpu"], folder / "first.jsonl")
-        ledgers = []
-        for seed, policy, workers in product((1, 2), ("static", "release"), sizes):
-            ledgers.append(folder / f"{workers}-{policy}-{seed}.jsonl")
-            others = Others()
-            run_real(fleets[workers], make_requests(count, seed), policy, PROFILES["cpu"], ledgers[-1])
-            told = f"calibration: {ledgers[-1].stem}; other programs took {others.share:.0%} of the machine"
-            print(told, file=sys.stderr, flush=True)
-        found = calibrate([read_run(path) for path in ledgers], PROFILES["cpu"], len(os.sched_getaffinity(0)))
-        print(format_profile(found.profile), file=sys.stderr, flush=True)
-        requests = make_requests(count, 3)
+        cores = len(os.sched_getaffinity(0))
+        to_fit: dict[tuple[int, str, int], list[tuple[float, Path]]] = {}
         runs: dict[tuple[int, str], list[Summary]] = {pair: [] for pair in product(sizes, POLICIES)}
-        for repeat, policy, workers in product(range(REPEATS), POLICIES, sizes):
-            ledger, others = folder / f"{workers}-{policy.replace(':', '-')}-3-{repeat}.jsonl", Others()
-            runs[workers, policy].append(run_real(fleets[workers], requests, policy, found.profile, ledger))
-            told = f"real run {repeat + 1} of {REPEATS}: {workers} workers, {policy}"
-            print(f"{told}; other programs took {others.share:.0%} of the machine", file=sys.stderr, flush=True)
-        for (workers, policy), made in runs.items():
-            yield Pair(workers, policy, tuple(made), run_simulated(fleets[workers], requests, policy, found.profile))
+        decides_by, requests = PROFILES["cpu"], make_requests(count, 3)
+        for turn in range(ROUNDS):
+            for seed, policy, workers in product((1, 2), ("static", "release"), sizes):
+                path = folder / f"fit-{workers}-{policy}-{seed}-{turn}.jsonl"
+                with told(f"round {turn + 1} of {ROUNDS}, to calibrate: {workers} workers, {policy}"):
+                    made = run_real(fleets[workers], make_requests(count, seed), policy, PROFILES["cpu"], path)
+                to_fit.setdefault((workers, policy, seed), []).append((made.wall_s, path))
+            if turn == 0:
+                decides_by = fit(to_fit.values(), cores)
+            for policy, workers in product(POLICIES, sizes):
+                path = folder / f"{workers}-{policy.replace(':', '-')}-{turn}.jsonl"
+                with told(f"round {turn + 1} of {ROUNDS}: {workers} workers, {policy}"):
+                    runs[workers, policy].append(run_real(fleets[workers], requests, policy, decides_by, path))
+        profile = fit(to_fit.values(), cores)
+        print(format_profile(profile), file=sys.stderr, flush=True)
+        for (workers, policy), repeats in runs.items():
+            simulated = run_simulated(fleets[workers], requests, policy, profile, decides_by)
+            yield Pair(workers, policy, tuple(repeats), simulated)
     finally:
         for fleet in fleets.values():
             fleet.close()
+
+
+def fit(repeats: Iterable[Sequence[tuple[float, Path]]], cores: int) -> DeviceProfile:
+    """From the fastest one of each run's repeats: (seconds, ledger)."""
+    return calibrate([read_run(min(made)[1]) for made in repeats], PROFILES["cpu"], cores).profile
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """A line on stderr when it is done, with what other programs took of the machine meanwhile."""
+    others = Others()
+    yield
+    print(f"{what}; other programs took {others.share:.0%} of the machine", file=sys.stderr, flush=True)
 
 
 def emulate(workers: int, count: int, pace: float) -> int:
@@ -186,7 +204,7 @@ def emulate(workers: int, count: int, pace: float) -> int:
         )
         for policy in POLICIES:
             real = flexfloor.rollout(fleet, requests, policy=policy, knowledge="oracle", profile=h200).summary
-            simulated = run_simulated(fleet, requests, policy, profile, target)
+            simulated = run_simulated(fleet, requests, policy, profile, timed_as=target)
             assert real.emulated is not None
             ratio = simulated.tokens_per_occupied_s / real.emulated["tokens_per_occupied_s"]
             code |= abs(ratio - 1) > EMULATED_WITHIN or not real.pace_valid

@@ -260,3 +260,15 @@ def test_an_uneven_batch_does_not_make_the_device_look_slow() -> None:
     ours, status = make({0: [80] * 6, 1: [3]}, pages=40)
     decide(ours, replace(status, iteration_s=3 * exact))
     assert ours.scale == pytest.approx(3.0, rel=0.01)
+
+
+def test_what_moves_gain_is_in_seconds_of_the_fleet() -> None:
+    gained = []
+    for scale in (1.0, 16.0):
+        ours, status = make({0: [80] * 6, 1: [3]}, min_workers=4, iteration_s=0.0)
+        ours.scale = scale
+        plan = decide(ours, status)
+        assert plan is not None
+        assert not plan.leaving
+        gained.append(plan.predicted["saved_s"])
+    assert gained[1] == pytest.approx(16 * gained[0])

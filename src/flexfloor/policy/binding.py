@@ -9,6 +9,8 @@ import numpy as np
 
 from flexfloor.world.jit import numba
 
+_TRIES = 4  # workers that are asked to take a request, the emptiest first
+
 
 @numba.njit("f8(f8[::1], f8[::1], i8)", cache=True, error_model="numpy")
 def _peak(tokens, left, count):
@@ -122,9 +124,9 @@ def even_out(tokens, left, worker, movable, limit, max_batch, tolerance):
     """New home of each request so that no worker holds much more than the others: int64 [n].
 
     tokens, left: float64 [n], what each holds and still generates; worker: int64 [n], place in `limit`; movable: bool
-    [n]; limit: tokens a worker may hold. The largest first, from workers above (1 + tolerance) · mean to the emptiest
-    one whose forecast peak then keeps its limit, or at least is no more above it than the giver's was; where it makes
-    a difference.
+    [n]; limit: tokens a worker may hold. The largest first, from workers above (1 + tolerance) · mean to one of the
+    emptiest whose forecast peak then keeps its limit, or at least is no more above it than the giver's was; where it
+    makes a difference.
     """
     workers = len(limit)
     held, counts = np.zeros(workers), np.zeros(workers, dtype=np.int64)
@@ -140,20 +142,26 @@ def even_out(tokens, left, worker, movable, limit, max_batch, tolerance):
     peaks = np.zeros(workers)
     for w in range(workers):
         peaks[w] = _peak(have[w], rest[w], counts[w])
+    refused = np.full(workers, -1)  # request that each worker has last had no room for when it has grown
     for i in np.argsort(-tokens, kind="mergesort"):
         source = homes[i]
         if not movable[i] or held[source] <= (1 + tolerance) * mean or counts[source] < 2:
             continue
-        for target in np.argsort(held, kind="mergesort"):
+        for _ in range(_TRIES):
+            target = -1
+            for w in range(workers):
+                if counts[w] < max_batch and refused[w] != i and (target < 0 or held[w] < held[target]):
+                    target = w
+            if target < 0:
+                break
             after = held[target] + tokens[i]
             if after > limit[target] or after >= held[source] - 0.3 * tokens[i]:
                 break
-            if counts[target] >= max_batch:
-                continue
             at = _insert(have[target], rest[target], counts[target], tokens[i], left[i])
             peak = _peak(have[target], rest[target], counts[target] + 1)
             if peak - limit[target] > max(peaks[source] - limit[source], 0.0):
                 _take_out(have[target], rest[target], counts[target] + 1, at)
+                refused[target] = i
                 continue
             at = 0
             while have[source, at] != tokens[i] or rest[source, at] != left[i]:

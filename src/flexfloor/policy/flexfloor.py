@@ -19,7 +19,6 @@ from flexfloor.world.lookahead import PRICES, Batch, busiest
 from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
 
-_SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
 _UNLUCKY = 0.1  # probability of a longest response that is so much shorter that a plan must keep its time still
 
 
@@ -101,8 +100,6 @@ class FlexFloorPolicy(PlannedPolicy):
         super().__init__(lengths, profile, "flexfloor", time_scale)
         self.max_slowdown, self._min_workers = max_slowdown, min_workers
         self._certain = isinstance(lengths, ForcedLengths)
-        self._settled, self._first = False, True
-        self._still = -1  # requests that waited at the last look
         self._lead_of_all = 0.0
         self._start = 0.0
         self._origin: tuple[float, np.ndarray, np.ndarray] | None = None  # clock, generated and rows at that time
@@ -117,7 +114,7 @@ class FlexFloorPolicy(PlannedPolicy):
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         self.take(queue, status)
-        self._settle(status)
+        self.settle(status)
         if not self.book.waiting and status.live == 0:
             return None
         full = self.is_full(status)
@@ -145,21 +142,6 @@ class FlexFloorPolicy(PlannedPolicy):
     def next_decision(self, status: FleetStatus) -> int:
         """Iterations until the next decision."""
         return max(self._next - status.iteration, 1)
-
-    def _settle(self, status: FleetStatus) -> None:
-        """How much longer an iteration takes than one of this batch on the device of the profile."""
-        if not status.live or status.iteration_s <= 0:
-            return
-        table, workers = status.live_requests, len(status.active)
-        place = np.full(len(status.workers), -1)
-        place[list(status.active)] = np.arange(workers)
-        ratio = status.iteration_s / self._iteration_s(self.book.live(status), place[table.worker], workers, status)
-        if self._still == len(self.book.waiting) and table.decoding.all():
-            self.scale += (ratio - self.scale) * (_SETTLE if self._settled else 1.0)
-            self._settled = True
-        elif not self._settled:  # prompts were computed too, which only makes it longer
-            self.scale = ratio if self._first else min(self.scale, ratio)
-        self._still, self._first = len(self.book.waiting), False
 
     def _shrink(self, status: FleetStatus) -> ResizePlan | None:
         active = len(status.active)

@@ -34,6 +34,7 @@ LEADS = {
     np.inf: "longest first",
 }  # weight of being long against having arrived early
 _ORDER_GAIN = 0.01  # share of the time by which another order than that of arrival must be faster
+_SETTLE = 0.1  # weight of the newest look in the ratio of real to predicted time
 _LOOKS = 0.02  # of the iterations so far and to come, between two decisions
 
 
@@ -59,6 +60,8 @@ class PlannedPolicy:
         self._profile = profile
         self._cost: IterationCost | None = None
         self._ahead: LookAhead | None = None
+        self._settled, self._first = False, True
+        self._still = -1  # requests that waited at the last look
         self._next = 0  # iteration of the next decision
         self._interval = 16  # iterations between two looks
         self.lead = 0.0  # order of what waits, one of LEADS
@@ -96,6 +99,7 @@ class PlannedPolicy:
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         self.take(queue, status)
+        self.settle(status)
         if status.live == 0:
             return None
         full = self.is_full(status)
@@ -125,6 +129,21 @@ class PlannedPolicy:
     def workers(self, status: FleetStatus) -> tuple[int, ...]:
         """Those that requests are bound to."""
         return status.active
+
+    def settle(self, status: FleetStatus) -> None:
+        """How much longer an iteration takes than one of this batch on the device of the profile."""
+        if not status.live or status.iteration_s <= 0:
+            return
+        table, workers = status.live_requests, len(status.active)
+        place = np.full(len(status.workers), -1)
+        place[list(status.active)] = np.arange(workers)
+        ratio = status.iteration_s / self._iteration_s(self.book.live(status), place[table.worker], workers, status)
+        if self._still == len(self.book.waiting) and table.decoding.all():
+            self.scale += (ratio - self.scale) * (_SETTLE if self._settled else 1.0)
+            self._settled = True
+        elif not self._settled:  # prompts were computed too, which only makes it longer
+            self.scale = ratio if self._first else min(self.scale, ratio)
+        self._still, self._first = len(self.book.waiting), False
 
     def limits(self, workers: Sequence[int], status: FleetStatus) -> np.ndarray:
         """KV tokens that each of `workers` may be planned to hold: float64 [workers]."""
@@ -223,7 +242,7 @@ class PlannedPolicy:
         moving = np.nonzero(homes != here)[0]
         if not len(moving):
             return None
-        before, after = (self._iteration_s(live, h, len(workers), status) for h in (here, homes))
+        before, after = (self.scale * self._iteration_s(live, h, len(workers), status) for h in (here, homes))
         # Evenness lasts until others end, not for as long as what is live.
         lasting = min(float(np.median(left)), _LASTING * max(self._next - status.iteration, 1))
         gain = (before - after) * lasting if not full else np.inf
