@@ -134,6 +134,27 @@ def test_parts_of_odd_samples_are_numbers(values: list[float], cut: bool):
     assert effects.between > 0
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize(("prompts", "samples"), [(2000, 4), (1000, 2)])
+def test_a_guess_far_off_does_not_make_prompts_differ(share: float, prompts: int, samples: int):
+    rng = np.random.default_rng(5)
+    index = np.repeat(np.arange(prompts), samples)
+    x = 5 + rng.normal(0, np.sqrt(share), prompts)[index] * 0.4 + rng.normal(0, np.sqrt(1 - share), len(index)) * 0.4
+    guess = Guess(mean=9.0, variance=0.25, weight=1.0)
+    effects = fit_effects(index, x, np.zeros(len(x), bool), np.ones(len(x)), guess, prompts=prompts)
+    assert effects.between / (effects.between + effects.within) == pytest.approx(share, abs=0.06)
+    assert effects.between_seen == pytest.approx(effects.between, abs=2e-3)
+    assert effects.mean == pytest.approx(5.0, abs=0.05)
+
+
+@pytest.mark.parametrize("index", [[0] * 9, [*range(9)], []], ids=["one prompt", "each its own", "none"])
+def test_prompts_of_which_the_data_say_nothing(index: list[int]):
+    x = np.linspace(4, 6, len(index))
+    effects = fit_effects(np.array(index, int), x, np.zeros(len(x), bool), np.ones(len(x)), Guess(5.0, 0.25), prompts=9)
+    assert effects.between_seen is None
+    assert effects.between > 0.01
+
+
 def test_epochs_and_prompts_are_told_apart():
     """Prompts of later epochs are longer ones too; those seen in two epochs tell how much of it is drift."""
     rng = np.random.default_rng(3)

@@ -16,8 +16,9 @@ import pytest
 
 from flexfloor.errors import FlexFloorError, InputError
 from flexfloor.requests import Prompt, Request, Response, SamplingParams, make_requests
+from flexfloor.world.lengths.header import APPLICATION_ID, SCHEMA_VERSION
 from flexfloor.world.lengths.observations import ARRAYS, Observations, sampling_key
-from flexfloor.world.lengths.store import APPLICATION_ID, SCHEMA_VERSION, LengthHistory
+from flexfloor.world.lengths.store import LengthHistory, load_history
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -314,6 +315,33 @@ def test_an_empty_file_becomes_a_history(tmp_path: Path):
     with LengthHistory(file) as history:
         history.observe_lengths(step())
         assert len(history.load()) == 8
+
+
+def test_an_empty_file_is_left_alone_until_there_is_something_to_write(tmp_path: Path):
+    file = tmp_path / "lengths.db"
+    file.touch()
+    assert len(load_history(file) or []) == 0
+    assert file.stat().st_size == 0
+
+
+def test_a_reader_takes_back_what_a_crash_left(tmp_path: Path):
+    file = tmp_path / "lengths.db"
+    code = """
+class Killed:
+    def __init__(self, db): self.db = db
+    def execute(self, sql, *values):
+        if sql == "COMMIT": os.kill(os.getpid(), signal.SIGKILL)
+        return self.db.execute(sql, *values)
+    def __getattr__(self, name): return getattr(self.db, name)
+history.observe_lengths(step(0))
+history._db.execute("PRAGMA cache_size = 2")
+history._db = Killed(history._db)
+history.observe_lengths(step(100, prompts=3000))
+"""
+    assert child(code, file).wait(60) == -signal.SIGKILL
+    assert Path(f"{file}-journal").exists()
+    with LengthHistory(file, create=False) as history:
+        assert rows_of(history.load()) == rows_of(step(0))
 
 
 def test_a_response_takes_few_bytes(tmp_path: Path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,9 +68,13 @@ def test_a_history_travels(tmp_path: Path, name: str):
         assert copy.observe_lengths(step()) == 3, "what is observed next is newer than all that was imported"
 
 
+def within_its_limit(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"response_tokens": min(row["response_tokens"], row["max_tokens"])}
+
+
 ROWS = st.fixed_dictionaries(
     {
-        "prompt_key": st.text(st.characters(exclude_categories=["Cs"])),
+        "prompt_key": st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
         "split": st.sampled_from(["train", "eval"]),
         "sampling": st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
         "epoch": st.integers(0, MOST - 2),
@@ -78,7 +84,7 @@ ROWS = st.fixed_dictionaries(
         "censored": st.booleans(),
         "prompt_tokens": st.integers(0, MOST - 1),
     }
-)
+).map(within_its_limit)
 
 
 @given(st.lists(ROWS, min_size=1, max_size=8))
@@ -102,6 +108,15 @@ REFUSED = {
     "fraction": (ROW | {"response_tokens": 1.5}, "line 1: response_tokens is 1.5"),
     "negative": (ROW | {"response_tokens": -1}, "line 1: response_tokens is -1"),
     "huge": (ROW | {"response_tokens": 10**30}, "line 1: response_tokens is 1000"),
+    "too large": (
+        ROW | {"max_tokens": 2**60},
+        "max_tokens is 1152921504606846976; give a whole number from 1 to 2^53 - 1",
+    ),
+    "above the limit": (
+        ROW | {"response_tokens": 101},
+        "line 1: response_tokens is 101, above max_tokens 100; give the",
+    ),
+    "no key": (ROW | {"prompt_key": ""}, "line 1: prompt_key is empty; give the prompt's"),
     "true": (ROW | {"epoch": True}, "line 1: epoch is True; give a whole number from 0"),
     "no limit": (ROW | {"max_tokens": 0}, "line 1: max_tokens is 0; give a whole number from 1"),
     "key": (ROW | {"prompt_key": 5}, "line 1: prompt_key is 5; give a string"),
@@ -127,7 +142,6 @@ def test_rows_that_cannot_be_used_change_nothing(tmp_path: Path, capsys: pytest.
     out, err = capsys.readouterr()
     if reason is None:
         assert code == 0
-        assert main(["history", "import", str(file), "--from", str(source)]) == 0, "epochs of a file are kept"
         with LengthHistory(file) as history, pytest.raises(InputError, match="is too large"):
             history.observe_lengths(step())
         return
@@ -174,6 +188,142 @@ def test_show_tells_what_a_history_holds(tmp_path: Path, capsys: pytest.CaptureF
     assert 88 <= share <= 98, "0.8² of 0.8² + 0.2² is 94%"
     change = int(told["change from epoch to epoch"].split("%")[0])
     assert 7 <= change <= 14
+
+
+def shown(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    assert main(["history", "show", str(file)]) == 0
+    return {line[:28].strip(): line[28:].strip() for line in capsys.readouterr().out.splitlines()}
+
+
+def history_of(file: Path, lengths: np.ndarray, prompt: np.ndarray, epochs: int = 1) -> Path:
+    """lengths: [epochs · n], of `prompt` [n] in each epoch."""
+    with LengthHistory(file) as history:
+        for own in np.split(lengths, epochs):
+            keys = [f"p{i}" for i in range(int(prompt.max()) + 1)]
+            history.observe_lengths(Observations.from_lengths(keys, prompt, own, max_tokens=5000))
+    return file
+
+
+def test_show_does_not_take_a_guess_for_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rng = np.random.default_rng(1)
+    alike = np.exp(rng.normal(5, 0.4, 4000)).astype(int) + 1
+    told = shown(history_of(tmp_path / "alike.db", alike, np.repeat(np.arange(500), 4), 2), capsys)
+    assert told["explained by the prompt"] == "under 1% of the variance of log length"
+    assert told["change from epoch to epoch"] == "under 5%", "the least that forecasts reckon with"
+    told = shown(history_of(tmp_path / "few.db", alike[:12], np.repeat(np.arange(3), 4)), capsys)
+    share = alike[:12].reshape(3, 4)
+    logs = np.log(share)
+    within = logs.var(axis=1, ddof=1).mean()
+    between = max(logs.mean(axis=1).var(ddof=1) - within / 4, 0.0)
+    assert abs(int(told["explained by the prompt"].split("%")[0].split()[-1]) - 100 * between / (between + within)) < 12
+    told = shown(history_of(tmp_path / "once.db", alike[:50], np.arange(50)), capsys)
+    assert told["explained by the prompt"] == "not known: it takes several prompts with several responses"
+    assert told["change from epoch to epoch"] == "not known: no prompt was seen in two epochs"
+    told = shown(history_of(tmp_path / "one.db", alike[:8], np.zeros(8, int)), capsys)
+    assert told["explained by the prompt"].startswith("not known")
+
+
+def test_score_says_when_it_takes_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lengths = np.exp(np.random.default_rng(2).normal(5, 0.4, 2 * 20_001)).astype(int) + 1
+    file = history_of(tmp_path / "lengths.db", lengths, np.arange(20_001) % 2000, 2)
+    assert main(["history", "score", str(file)]) == 0
+    assert "Forecasts of the last epoch (10 001 of its 20 001 responses, evenly taken)" in capsys.readouterr().out
+    full(tmp_path / "small.db").close()
+    assert main(["history", "score", str(tmp_path / "small.db")]) == 0
+    assert "evenly" not in capsys.readouterr().out
+
+
+def test_a_file_is_not_imported_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, source = tmp_path / "lengths.db", tmp_path / "in.jsonl"
+    rows = [ROW, ROW, ROW | {"response_tokens": 30}, ROW | {"epoch": 4}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["history", "import", str(file), "--from", str(source)]
+    assert main(command) == 0
+    before = file.read_bytes()
+    capsys.readouterr()
+    assert main(command) == 2
+    told = f"{source}: all its responses of epoch 3 are in {file} already, and would count twice; take the 2 epochs"
+    assert told in capsys.readouterr().err
+    # Another machine's responses of the same epoch are others, even where one is equal.
+    source.write_text("".join(json.dumps(row) + "\n" for row in (ROW, ROW, ROW)))
+    assert file.read_bytes() == before
+    assert main(command) == 0
+    source.write_text("".join(json.dumps(row) + "\n" for row in (ROW, ROW | {"epoch": 5})))
+    assert main(command) == 2
+    assert "take that epoch out of the file" in capsys.readouterr().err
+
+
+DAMAGES = {
+    "the middle": lambda size: size // 2,
+    "a page early on": lambda size: 4096 + 8,
+    "a page late": lambda size: size - 4096 + 8,
+    "the third page": lambda size: 2 * 4096 + 8,
+}
+
+
+@pytest.mark.parametrize("place", DAMAGES)
+def test_a_damaged_history_is_refused_by_every_command_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+):
+    file, source = tmp_path / "lengths.db", tmp_path / "in.jsonl"
+    full(file, epochs=12).close()
+    source.write_text(json.dumps(ROW) + "\n")
+    content = bytearray(file.read_bytes())
+    at = DAMAGES[place](len(content))
+    content[at : at + 2000] = b"\xee" * 2000
+    file.write_bytes(content)
+    before = file.read_bytes()
+    calls = {
+        "show": [], "score": [], "export": ["--out", str(tmp_path / "out.jsonl")], "import": ["--from", str(source)],
+    }  # fmt: skip
+    for name, more in calls.items():
+        assert main(["history", name, str(file), *more]) == 2, name
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert err.startswith(f"flexfloor: error: {file}: history is damaged"), name
+        assert file.read_bytes() == before, name
+    with LengthHistory(file) as history:
+        for change in (lambda: history.observe_lengths(step()), lambda: history.prune(1)):
+            with pytest.raises(InputError, match="history is damaged"):
+                change()
+    assert file.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "lengths.db"]
+
+
+def test_an_index_that_lacks_a_prompt_is_damage(tmp_path: Path):
+    file = tmp_path / "lengths.db"
+    full(file, epochs=1).close()
+    with sqlite3.connect(file) as db:
+        page = db.execute("SELECT rootpage FROM sqlite_master WHERE type = 'index' LIMIT 1").fetchone()[0]
+    db.close()
+    content = bytearray(file.read_bytes())
+    content[page * 4096 - 20 : page * 4096 - 4] = b"y" * 16  # keys stand at the end of their page
+    file.write_bytes(content)
+    for use in (LengthHistory.load, lambda history: history.observe_lengths(step())):
+        with LengthHistory(file) as history, pytest.raises(InputError, match="history is damaged"):
+            use(history)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("command", ["show", "score", "export"])
+def test_reading_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str):
+    file = tmp_path / "lengths.db"
+    more = ["--out", str(tmp_path / "out.jsonl")] if command == "export" else []
+    file.touch()
+    assert main(["history", command, str(file), *more]) == 2
+    assert capsys.readouterr().err == (
+        f"flexfloor: error: {file}: is empty; name a history that a rollout or an import has written\n"
+    )
+    assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("lengths.db", 0)]
+    file.unlink()
+    odd = tmp_path / "100%? of #1.db"
+    full(odd).close()
+    before = odd.read_bytes(), odd.stat().st_mtime_ns
+    assert main(["history", command, str(odd), *more]) == 0
+    assert (odd.read_bytes(), odd.stat().st_mtime_ns) == before
+    with LengthHistory(odd, create=False) as history, pytest.raises(InputError, match="cannot be written"):
+        history.observe_lengths(step())
 
 
 def test_an_empty_history_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -246,7 +396,7 @@ def test_a_copy_is_whole_or_not_there(tmp_path: Path):
     with full(source) as history:
         history.copy_to(copy)
         expected = rows_of(history.load())
-        with LengthHistory(copy, create=False) as other:
+        with LengthHistory(copy) as other:
             assert rows_of(other.load()) == expected
             other.observe_lengths(Observations.from_lengths(["new"], [0], [5], max_tokens=9))
         assert rows_of(history.load()) == expected, "the two are separate"

@@ -12,7 +12,7 @@ from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs
 from flexfloor.world.lengths.exchange import export_history, import_history
 from flexfloor.world.lengths.metrics import score_last_epoch
-from flexfloor.world.lengths.model import fit_model
+from flexfloor.world.lengths.model import LEAST_DRIFT, LengthModel, fit_model
 from flexfloor.world.lengths.observations import Observations
 from flexfloor.world.lengths.store import LengthHistory
 
@@ -39,7 +39,6 @@ def show_history(file: Path) -> int:
 def _described(observed: Observations) -> dict[str, str]:
     tokens = observed.tokens
     model = fit_model(observed, float(np.log(max(int(observed.max_tokens.max()), 1))))
-    known = model.between / (model.between + model.within)
     quantiles = " / ".join(format_count(q) for q in np.quantile(tokens, [0.5, 0.9, 0.99, 1.0]))
     samplings = [observed.samplings[i] or "(not told)" for i in np.unique(observed.sampling).tolist()]
     return {
@@ -50,9 +49,25 @@ def _described(observed: Observations) -> dict[str, str]:
         "mean tokens": format_count(float(tokens.mean())),
         "median / p90 / p99 / most": quantiles,
         "cut by the limit": f"{observed.censored.mean():.1%}",
-        "explained by the prompt": f"{known:.0%} of the variance of log length",
-        "change from epoch to epoch": f"{np.expm1(np.sqrt(model.drift)):.0%}",
+        "explained by the prompt": _explained(model),
+        "change from epoch to epoch": _change(observed, model),
     }
+
+
+def _explained(model: LengthModel) -> str:
+    """As the responses themselves have it; forecasts begin with a guess, and leave it as responses come."""
+    if model.between_seen is None:
+        return "not known: it takes several prompts with several responses"
+    share = model.between_seen / (model.between_seen + model.within)
+    return f"{f'{share:.0%}' if share >= 0.01 else 'under 1%'} of the variance of log length"
+
+
+def _change(observed: Observations, model: LengthModel) -> str:
+    visits = np.unique(np.stack([observed.prompt, observed.epoch]), axis=1)
+    if len(np.unique(visits[0])) == visits.shape[1]:
+        return "not known: no prompt was seen in two epochs"
+    least = model.drift <= LEAST_DRIFT**2
+    return f"{'under ' if least else ''}{np.expm1(np.sqrt(model.drift)):.0%}"
 
 
 def export_to(file: Path, out: Path) -> int:
@@ -87,7 +102,10 @@ def score_history(file: Path) -> int:
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     names = ("forecast", "responses", "pinball loss", "in 50%", "in 90%", "below .9", "rank corr.", "width")
-    table = _table("Forecasts of the last epoch", *names)
+    whole, some = int((observed.epoch == observed.epoch.max()).sum()), scores["history"].responses
+    title = "Forecasts of the last epoch"
+    title += f" ({format_count(some)} of its {format_count(whole)} responses, evenly taken)" if some < whole else ""
+    table = _table(title, *names)
     for name, own in scores.items():
         shares = (f"{value:.1%}" for value in (own.coverage_50, own.coverage_90, own.below_90))
         row = (format_count(own.responses), f"{own.pinball:.1f}", *shares, f"{own.rank_correlation:.2f}")

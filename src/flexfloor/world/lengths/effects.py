@@ -16,6 +16,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from scipy.special import log_ndtr
 
 _WIDEST_DRIFT = 1.0  # standard deviation of epochs' effects beforehand
+_NONE_FREE = 1e-6  # degrees of freedom that are none, but for rounding
 _MOST_FITTED = 4000  # values that the start is fitted to
 
 _MOST_EXCESS = 2.0
@@ -36,6 +37,7 @@ class Guess:
 class Effects:
     """mean; within, between: variances of the rest and of prompts; epoch_variance. epoch: float64 [epochs].
 
+    between_seen: variance of prompts by the data alone, without the guess; None where they do not tell.
     count, sum: of each prompt's values without the epoch's effect, weighted, float64 [prompts]; values: float64 [n],
     the same one by one, censored ones as expected.
     """
@@ -43,6 +45,7 @@ class Effects:
     mean: float
     within: float
     between: float
+    between_seen: float | None
     epoch_variance: float
     epoch: np.ndarray
     count: np.ndarray
@@ -135,6 +138,7 @@ def fit_effects(
     all_count = float(count.sum())
     others = 1.0 - weight / occupied[prompt]  # a value on its own says nothing of the spread within its prompt
     extra = np.zeros(len(x))
+    seen_between = (0.0, 0.0)
     y = np.array(x, float)
     cut = np.flatnonzero(censored)
     if len(x):
@@ -152,38 +156,39 @@ def fit_effects(
         if len(cut):
             y[cut], extra[cut] = expected_excess(own[prompt[cut]], np.sqrt(within), bare[cut])
         sums = np.bincount(prompt, weight * y, prompts)
-        trust = between / (count * between + within) * count
-        mean = (guess.weight * guess.correlation * guess.mean + float((trust * sums / occupied).sum())) / (
-            guess.weight * guess.correlation + float(trust.sum())
-        )
+        # Inverse variances: however little prompts explain, the guess counts for no more than its responses.
+        known, guessed = count / (count * between + within), guess.weight / variance
+        mean = (guessed * guess.mean + float((known * sums / occupied).sum())) / (guessed + float(known.sum()))
         inside = float((weight * ((y - (sums / occupied)[prompt]) ** 2 + extra * others)).sum())
         around = float((weight * ((y - mean) ** 2 + extra)).sum())
         variance = (around + guess.weight * guess.variance) / (all_count + guess.weight)
         within = (inside + guess.weight * (1 - guess.correlation) * variance) / (free + guess.weight)
-        between = _between(count, sums / occupied, mean, within, free, all_count, variance, guess)
+        seen_between = _between_seen(count, sums / occupied, within, free)
+        between = _between(*seen_between, variance, guess)
         within, between = max(within, 1e-4), max(between, 1e-6)
-    return Effects(mean, within, between, epoch_variance, shift, count, sums, y)
+    moments, sure = seen_between
+    told = moments if sure > _NONE_FREE else None
+    return Effects(mean, within, between, told, epoch_variance, shift, count, sums, y)
 
 
-def _between(
-    count: np.ndarray,
-    means: np.ndarray,
-    mean: float,
-    within: float,
-    free: float,
-    all_count: float,
-    variance: float,
-    guess: Guess,
-) -> float:
-    """Variance of prompts: by moments as far as several prompts have several values, else by the guess."""
-    groups = int((count > 0).sum())
+def _between_seen(count: np.ndarray, means: np.ndarray, within: float, free: float) -> tuple[float, float]:
+    """(variance of prompts by moments, how many degrees of freedom it rests on: several prompts, several values).
+
+    Around the mean of the values, not the one that a guess has a part in: that would make prompts differ more.
+    """
+    groups, total = int((count > 0).sum()), float(count.sum())
     sure = min(groups - 1.0, free)
-    assumed = guess.correlation * variance
     if sure <= 0:
-        return assumed
-    size = (all_count - float((count**2).sum()) / all_count) / (groups - 1)
+        return 0.0, 0.0
+    size = (total - float((count**2).sum()) / total) / (groups - 1)
+    mean = float((count * means).sum()) / total
     moments = (float((count * (means - mean) ** 2).sum()) / (groups - 1) - within) / max(size, 1e-12)
-    return (sure * max(moments, 0.0) + guess.weight * assumed) / (sure + guess.weight)
+    return max(moments, 0.0), sure
+
+
+def _between(moments: float, sure: float, variance: float, guess: Guess) -> float:
+    """Variance of prompts: by moments as far as these are sure, else by the guess."""
+    return (sure * moments + guess.weight * guess.correlation * variance) / (sure + guess.weight)
 
 
 def _epoch_effects(

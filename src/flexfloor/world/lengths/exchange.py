@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def _columns(observed: Observations) -> dict[str, list[Any]]:
 def import_history(history: LengthHistory, path: Path) -> int:
     """Add the responses of a file that `export_history` wrote, with their epochs, all or none. Returns their number.
 
-    Raises InputError naming the line or row and the field.
+    Raises InputError naming the line or row and the field, or an epoch that the history holds already.
     """
     if path.is_dir():
         raise InputError(f"{path}: is a folder; name a JSONL or Parquet file")
@@ -72,8 +73,23 @@ def import_history(history: LengthHistory, path: Path) -> int:
     observed = _observations(rows)
     if not len(observed):
         raise InputError(f"{path}: holds no responses; give at least one")
+    twice = _epochs_held(observed, history.load())
+    if len(twice):
+        raise InputError(
+            f"{path}: all its responses of epoch {twice[0]} are in {history.path} already, and would count twice; take "
+            f"{'that epoch' if len(twice) == 1 else f'the {len(twice)} epochs of which that holds'} out of the file"
+        )
     history.observe_lengths(observed, keep_epochs=True)
     return len(observed)
+
+
+def _epochs_held(new: Observations, held: Observations) -> list[int]:
+    """Epochs of `new` whose every response is in `held`, each as often."""
+    coming = Counter(zip(*_columns(new).values(), strict=True))
+    there = Counter(zip(*_columns(held.where(np.isin(held.epoch, new.epoch))).values(), strict=True))
+    place = FIELDS.index("epoch")
+    lacking = {row[place] for row, count in coming.items() if there[row] < count}
+    return sorted({row[place] for row in coming} - lacking)
 
 
 def _observations(rows: Iterable[tuple[str, Any]]) -> Observations:
@@ -110,15 +126,23 @@ def _checked(where: str, row: Any) -> list[Any]:
         value = row[name]
         if name in _WHOLE:
             if type(value) is not int or not _WHOLE[name] <= value < MOST:
-                raise InputError(f"{where}: {name} is {_short(value)}; give a whole number from {_WHOLE[name]}")
+                least = _WHOLE[name]
+                raise InputError(f"{where}: {name} is {_short(value)}; give a whole number from {least} to 2^53 - 1")
         elif name == "censored":
             if type(value) is not bool:
                 raise InputError(f"{where}: censored is {_short(value)}; give true or false")
         elif not isinstance(value, str) or not _is_text(value):
             raise InputError(f"{where}: {name} is {_short(value)}; give a string")
+        elif name == "prompt_key" and not value:
+            raise InputError(f"{where}: prompt_key is empty; give the prompt's, by which it is known in other epochs")
         elif name == "split" and value not in SPLITS:
             raise InputError(f"{where}: split is {_short(value)}; give {' or '.join(SPLITS)}")
         values.append(value)
+    if row["response_tokens"] > row["max_tokens"]:
+        raise InputError(
+            f"{where}: response_tokens is {row['response_tokens']}, above max_tokens {row['max_tokens']}; give "
+            "the limit that the response was generated under"
+        )
     return values
 
 

@@ -24,12 +24,15 @@ _HALF_RESPONSES = 5000
 _MOST_SAMPLES = 200_000  # responses that a curve is made from: more add nothing
 _BORROWED, _MOST_BORROWED = 64.0, 1000.0  # responses that the shape of all counts for in that of prompts with others
 _LONG_WEIGHT = 8.0  # responses that the long guess counts for
-_LEAST_DRIFT = 0.05  # standard deviation of log length from one epoch to the next that is always thought possible
+
+LEAST_DRIFT = 0.05
+"""Standard deviation of log length from one epoch to the next that is always thought possible."""
 
 
 @dataclass(frozen=True)
 class LengthModel:
-    """mean, within, between, drift: of log length (variances), see `Effects`; drift is that of the coming epoch.
+    """mean, within, between, between_seen, drift: of log length (variances), see `Effects`; drift is that of the coming
+    epoch, LEAST_DRIFT² at least.
 
     index: prompt key → row of count and sum (weighted responses and their log lengths as the coming epoch would have
     them); curves: of UNKNOWN and KNOWN; responses: what it was made from.
@@ -38,6 +41,7 @@ class LengthModel:
     mean: float
     within: float
     between: float
+    between_seen: float | None
     drift: float
     index: dict[str, int]
     count: np.ndarray
@@ -87,11 +91,12 @@ def fit_model(observed: Observations, log_limit: float) -> LengthModel:
         fit_curve(unknown + long_samples(log_limit, mean, spread)),
         fit_curve(known + unknown.scaled(borrowed) + long_samples(log_limit, mean, within)),
     )
-    drift = max(effects.epoch_variance, _LEAST_DRIFT**2) if len(x) else 0.0
+    drift = max(effects.epoch_variance, LEAST_DRIFT**2) if len(x) else 0.0
     return LengthModel(
         mean=mean,
         within=effects.within,
         between=effects.between,
+        between_seen=effects.between_seen,
         drift=drift,
         index={key: i for i, key in enumerate(observed.keys)},
         count=effects.count,
