@@ -17,7 +17,7 @@ import flexfloor
 from flexfloor.cli import main
 from flexfloor.errors import InputError
 from flexfloor.progress import ModelShape
-from flexfloor.world.calibrate import calibrate, read_run
+from flexfloor.world.calibrate import calibrate, held_out, read_run
 from flexfloor.world.costs import PROFILES, DeviceProfile, iteration_seconds, load_profile
 from flexfloor.world.model_config import shape_from_config
 
@@ -129,6 +129,7 @@ def test_outliers_do_not_move_the_fit(tmp_path: Path):
     found = calibrate([run], TRUTH, 2)
     assert spoiled > 15
     assert found.outliers > 10
+    assert (found.fitted + found.outliers, found.held_out.iterations) == (256, 64), "every fifth of 40 chunks of 8"
     assert found.held_out.median < 0.03
     clean = run.predict(truth.profile)
     assert np.abs(run.predict(found.profile) / clean - 1).max() < 0.05
@@ -178,7 +179,7 @@ def test_real_runs(checkpoint: Callable[[str], Path], tmp_path: Path):
     # Least squares of relative errors: whatever the machine did meanwhile, single iterations may be far off, but not
     # too long on the mean of those that were fitted.
     runs = [read_run(path) for path in paths]
-    relative = np.concatenate([(r.predict(profile) / r.seconds)[~r.held_out] for r in runs])
+    relative = np.concatenate([r.predict(profile) / r.seconds for r in runs])[~held_out(runs)]
     assert 0.1 < relative.mean() < 3
     assert runs[1].seconds.sum() == pytest.approx(sum(runs[1].looks_s) * -1 + chunk_time(paths[1]), rel=1e-6)
 
@@ -208,11 +209,30 @@ SPOILED: dict[str, tuple[Callable[[list[dict]], object], str]] = {
     "simulated": (change(kind="simulation"), "was made by a simulation fleet; calibrate from runs on real workers"),
     "paced": (change(pace=10.0, profile="h200"), "was paced to profile 'h200'; record one without --pace"),
     "nothing ran": (lambda r: r.__delitem__(slice(1, None)), "no iteration was recorded; give the ledger of a run"),
-    "too short": (lambda r: r.__delitem__(slice(9, None)), "56 iterations in all are too few; a fit takes 100"),
+    "too short": (
+        lambda r: r.__delitem__(slice(9, None)),
+        "48 iterations, beside 8 that are kept out of the",
+    ),
+    "too few chunks": (
+        lambda r: r.__delitem__(slice(5, None)),
+        "4 chunk(s) in all are too few to keep every fifth",
+    ),
     "another schema": (lambda r: r[0].update(schema=0), "ledger schema 0, this version reads"),
-    "no seconds": (lambda r: r[1]["workers"][0].pop("seconds"), "a record lacks what a ledger of this version has"),
+    "no seconds": (
+        lambda r: r[1]["workers"][0].pop("seconds"),
+        "a record lacks 'seconds', which ledgers of this version have",
+    ),
     "no time passed": (lambda r: r[1]["workers"][0].update(seconds=[0.0] * 8), "iterations of no time are recorded"),
-    "ragged": (lambda r: r[1]["workers"][0]["batch"].pop(), "a record lacks what a ledger of this version has"),
+    "ragged": (
+        lambda r: r[2]["workers"][0]["batch"].pop(),
+        "batch of worker 0 has 7 entries for 8 iterations from 8 on; record the run anew",
+    ),
+    "one too many": (lambda r: r[1]["workers"][0]["seconds"].append(1.0), "seconds of worker 0 has 9 entries for 8"),
+    "text": (
+        lambda r: r[1]["workers"][0].update(batch=["many"] * 8),
+        "a record is not what ledgers of this version have; record the run anew",
+    ),
+    "nobody": (lambda r: r[1].update(workers=[]), "a record is not what ledgers of this version have"),
 }
 
 
@@ -232,6 +252,77 @@ def test_runs_of_different_engines(tmp_path: Path):
     ]
     with pytest.raises(InputError, match=r"bfloat16.jsonl: dtype is 'bfloat16', in .* 'float32'; calibrate from runs"):
         calibrate(runs, PROFILES["h200"])
+
+
+def shortened(path: Path, first: int, chunks: int) -> Path:
+    """A ledger with only some of its chunks, and no resizes."""
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines[1:] if json.loads(line)["type"] == "chunk"][first : first + chunks]
+    path.write_text("\n".join([lines[0], *kept]) + "\n")
+    return path
+
+
+def test_chunks_are_kept_out_of_all_runs_together(tmp_path: Path):
+    """None of these runs has five chunks of its own."""
+    paths = [shortened(write_ledger(tmp_path / f"{i}.jsonl", TRUTH, 1, seed=i), 3 * i, 3) for i in range(6)]
+    runs = [read_run(path) for path in paths]
+    kept = held_out(runs).reshape(18, 8)
+    assert np.flatnonzero(kept.all(axis=1)).tolist() == np.flatnonzero(kept.any(axis=1)).tolist() == [4, 9, 14]
+    found = calibrate(runs, TRUTH, 2)
+    assert found.fitted + found.outliers == 15 * 8
+    assert found.held_out.iterations == 3 * 8
+    with pytest.raises(InputError, match=r"0.jsonl and 1 more: 40 iterations, beside 8 that .* it takes 100: give"):
+        calibrate(runs[:2], TRUTH, 2)
+    with pytest.raises(InputError, match=r"0.jsonl: 3 chunk\(s\) in all are too few to keep every fifth out"):
+        calibrate(runs[:1], TRUTH, 2)
+
+
+def test_a_run_that_is_given_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_ledger(tmp_path / "run.jsonl", TRUTH, 1)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(path.read_bytes())
+    for other in (path, copy):
+        assert main(["calibrate", str(path), str(other), "--out", str(tmp_path / "out.toml")]) == 2
+        told = f"error: {other}: is the run of {path}, which would count twice; give it once\n"
+        assert capsys.readouterr().err.endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("workers", "note"),
+    [
+        ((1,), "every run had one worker: latency_s and gather_link, of several, are the base's"),
+        ((4, 4), "every run had 4 workers: of fixed_s and latency_s only the sum is fitted; add a run on one worker"),
+        ((2, 3), "no run had one worker: of fixed_s and latency_s only the sum is fitted; add a run on one worker"),
+        ((1, 2), None),
+    ],
+)
+def test_what_other_sizes_would_tell_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: tuple[int, ...], note: str | None
+):
+    # A worker leaves in each run that has some to spare; not here.
+    paths = []
+    for i, m in enumerate(workers):
+        path = write_ledger(tmp_path / f"{i}.jsonl", TRUTH, m, seed=i)
+        chunks = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        whole = [n for n, c in enumerate(c for c in chunks if c["type"] == "chunk") if len(c["workers"]) == m]
+        paths.append(shortened(path, whole[0], len(whole)))
+    out = tmp_path / "mine.toml"
+    assert main(["calibrate", *map(str, paths), "--out", str(out), "--cores", "2"]) == 0
+    text, profile = capsys.readouterr().out, out.read_text()
+    assert (f"  note        {note}\n" in text) if note else "note" not in text
+    vague = "  # fitted in sum only, fixed_s and latency_s\n"
+    assert profile.count(vague) == (2 if 1 not in workers else 0)
+    # Head and lines count what was fitted, kept out and left out apart.
+    numbers = {
+        w: int(text.split(f"  {w}")[1].split()[0].replace(" ", "")) for w in ("fitted to", "kept out", "left out")
+    }
+    runs = [read_run(path) for path in paths]
+    assert sum(numbers.values()) == sum(len(run.seconds) for run in runs)
+    assert numbers["kept out"] == held_out(runs).sum()
+    assert f"of {len(runs)} run{'s' * (len(runs) > 1)} of small\n" in profile
+    assert f"fitted to {numbers['fitted to']} iterations of" in profile
+    assert f"left out as too far off: {numbers['left out']}.\n" in profile
+    assert f"On {numbers['kept out']} iterations kept out of the fit" in profile
 
 
 def test_a_foreign_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

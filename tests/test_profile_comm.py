@@ -21,7 +21,8 @@ from flexfloor.fleets.engine import commbench
 from flexfloor.fleets.engine.commbench import Traffic, measure_exchanges
 from flexfloor.fleets.engine.crew import Crew
 from flexfloor.settings import EngineSettings
-from flexfloor.world.costs import PROFILES, load_profile
+from flexfloor.world.costs import PROFILES, format_profile, load_profile
+from flexfloor.world.profiles import CALIBRATE, NOT_FITTED, has_fitted_latencies, read_comments
 
 FEW = ["--tokens", "1,8", "--repeats", "10", "--model-config", "olmoe-1b-7b", "--quiet"]
 
@@ -43,6 +44,8 @@ def test_a_table_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(table) == ["latency_s"]
     assert [size for size, _ in table["latency_s"]] == [2, 3]
     assert all(0 < seconds < 1 for _, seconds in table["latency_s"])
+    with pytest.raises(InputError, match="holds a latency table alone; give profile-comm a --base"):
+        load_profile(out)
 
     assert (
         main(["profile-comm", "--workers", "2", *FEW, "--transport", "gloo", "--base", "h200", "--out", str(out)]) == 0
@@ -52,6 +55,41 @@ def test_a_table_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert profile.latency_s[1:] == PROFILES["h200"].latency_s
     assert (profile.name, profile.bandwidth) == ("comm", PROFILES["h200"].bandwidth)
     assert children() == before
+
+
+def test_a_base_that_was_fitted_is_warned_of_and_its_words_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    fitted, out, again = tmp_path / "fitted.toml", tmp_path / "comm.toml", tmp_path / "again.toml"
+    words = {
+        "": f"{CALIBRATE}: fitted to 9 iterations.\nError 7%.",
+        "node_link": NOT_FITTED,
+        "memory_bytes": NOT_FITTED,
+    }
+    fitted.write_text(format_profile(PROFILES["cpu"], words))
+    assert read_comments(fitted) == words
+    measure = ["profile-comm", "--workers", "2", *FEW]
+    assert main([*measure, "--base", str(fitted), "--out", str(out)]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"flexfloor: warning: the latencies of --base {fitted} were fitted to runs, with the time that"
+    )
+    assert told.count("\n") == 1
+    text = out.read_text()
+    assert (
+        f"# All else is that of the profile {fitted}, whose file says:\n# {CALIBRATE}: fitted to 9 iterations.\n"
+        in text
+    )
+    assert "node_link = 1000000000000.0  # not fitted\n" in text
+    assert "]]  # measured up to 2 workers\n" in text
+    assert main([*measure, "--base", str(out), "--out", str(again)]) == 0
+    assert capsys.readouterr().err == "", "its latencies are measured ones"
+
+
+@pytest.mark.parametrize(("name", "fitted"), [("cpu", True), ("h200", False), ("h800", False), ("slow", False)])
+def test_which_profiles_have_fitted_latencies(name: str, fitted: bool):
+    comments = read_comments(name)
+    assert has_fitted_latencies(comments) is fitted
+    assert comments[""]
+    assert not has_fitted_latencies(comments | {"latency_s": NOT_FITTED}), "runs on one worker"
 
 
 def test_more_rows_take_longer():
@@ -108,6 +146,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path):
 REFUSED = {
     "one worker": (["--workers", "1"], "--workers 1: a worker alone exchanges nothing; name a size from 2"),
     "no number": (["--workers", "two"], "--workers 'two' is not a list of whole numbers from 1; write it like 1,2,4"),
+    "a size twice": (["--workers", "2,2"], "--workers 2,2: a value is given twice; give each once"),
     "no rows": (["--tokens", "0"], "--tokens '0' is not a list of whole numbers from 1"),
     "no such model": (["--model-config", "gpt-9"], "gpt-9 cannot be read"),
     "no such profile": (["--base", "b300"], "profile 'b300' is not known"),
@@ -140,7 +179,9 @@ def test_the_base_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_lists_of_numbers():
-    assert numbers("--workers", "4,2,2") == [2, 4]
+    assert numbers("--workers", "4,2") == [2, 4]
+    with pytest.raises(InputError, match="--workers 4,2,2: a value is given twice; give each once"):
+        numbers("--workers", "4,2,2")
     for text in ("", "2,", "-1,2", "2.5"):
         with pytest.raises(InputError):
             numbers("--workers", text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flexfloor.cli.display import format_count, print_table
 from flexfloor.errors import InputError
 from flexfloor.outputs import atomic_write, check_outputs
-from flexfloor.world.profiles import format_profile, load_profile
+from flexfloor.world.profiles import CALIBRATE, NOT_FITTED, format_profile, load_profile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,23 +41,32 @@ def run_calibrate(ledgers: Sequence[Path], out: Path, base: str | None, cores: f
     with atomic_write(out) as file:
         file.write(format_profile(replace(found.profile, name=out.stem), _comments(found, runs)))
     print_table(_errors(found))
-    made_of = f"{format_count(found.iterations)} iterations of {len(runs)} runs"
-    print(f"  fitted to   {made_of}; {found.outliers} outliers left out")
+    print(f"  fitted to   {_count(found.fitted, 'iteration')} of {_count(len(runs), 'run')}")
+    print(f"  kept out    {_count(found.held_out.iterations, 'iteration')}, for the errors above")
+    print(f"  left out    {_count(found.outliers, 'iteration')}, too far off to say anything of the rest")
     print(f"  not fitted  {', '.join(found.kept)}")
+    if found.note:
+        print(f"  note        {found.note}")
     print(f"  profile     {out}")
     return 0
+
+
+def _count(count: int, what: str) -> str:
+    return f"{format_count(count)} {what}{'' if count == 1 else 's'}"
 
 
 def _comments(found: Calibration, runs: Sequence[Run]) -> dict[str, str]:
     models = ", ".join(sorted({Path(run.fleet["model"]).name for run in runs}))
     fleet, held, groups = runs[0].fleet, found.held_out, ", ".join(map(str, found.by_workers))
     head = (
-        f"Made by `flexfloor calibrate` from {found.iterations} iterations of {len(runs)} runs of {models}\n"
-        f"({fleet['dtype']}, {fleet['numerics_path']}, {fleet['device']}; workers {groups}).\n"
-        f"On iterations kept out of the fit: error {held.median:.1%} (median), {held.p90:.1%} (90% of them);"
-        f" of their summed time {held.total:+.1%}."
+        f"{CALIBRATE}: fitted to {_count(found.fitted, 'iteration')} of {_count(len(runs), 'run')} of {models}\n"
+        f"({fleet['dtype']}, {fleet['numerics_path']}, {fleet['device']}; workers {groups}); left out as too far off:"
+        f" {format_count(found.outliers)}.\n"
+        f"On {_count(held.iterations, 'iteration')} kept out of the fit: error {held.median:.1%} (median),"
+        f" {held.p90:.1%} (90% of them); of their summed time {held.total:+.1%}."
     )
-    return {"": head} | dict.fromkeys(found.kept, "not fitted")
+    vague = dict.fromkeys(found.vague, f"fitted in sum only, {' and '.join(found.vague)}")
+    return {"": head} | dict.fromkeys(found.kept, NOT_FITTED) | vague
 
 
 def _errors(found: Calibration) -> Table:

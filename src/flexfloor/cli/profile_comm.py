@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from flexfloor.errors import InputError
 from flexfloor.outputs import atomic_write, check_outputs
 from flexfloor.settings import EngineSettings, explain
 from flexfloor.world.model_config import shape_from_config
-from flexfloor.world.profiles import format_profile, load_profile
+from flexfloor.world.profiles import MEASURED, format_profile, has_fitted_latencies, load_profile, read_comments
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +50,7 @@ def run_profile_comm(
         raise InputError(f"--workers {workers}: a worker alone exchanges nothing; name a size from 2, as in 2,4")
     rows = numbers("--tokens", tokens)
     profile = load_profile(base) if base else None
+    beside = read_comments(base) if base else {}
     try:
         settings = EngineSettings(**engine)
     except ValidationError as error:
@@ -71,23 +73,34 @@ def run_profile_comm(
         text = "".join(f"# {line}\n" for line in head.splitlines()) + f"latency_s = [{table}]\n"
     else:
         latencies += tuple(entry for entry in profile.latency_s if entry[0] > sizes[-1])
-        words = {"": head, "latency_s": f"measured up to {sizes[-1]} workers"}
+        words = beside | {
+            "": f"{head}\nAll else is that of the profile {base}, whose file says:\n{beside[''] or 'nothing'}",
+            "latency_s": f"{MEASURED} up to {sizes[-1]} workers",
+        }
         text = format_profile(replace(profile, name=out.stem, latency_s=latencies), words)
     with atomic_write(out) as file:
         file.write(text)
     print_table(_table(found))
     print(f"  {'profile' if profile else 'table'}  {out}")
+    if base and has_fitted_latencies(beside):
+        print(
+            f"flexfloor: warning: the latencies of --base {base} were fitted to runs, with the time that workers wait "
+            "for each other; exchanges alone take less: for workers that share cores, keep that profile",
+            file=sys.stderr,
+        )
     return 0
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """'1,2,4' → [1, 2, 4], in rising order, each once. Raises InputError."""
+    """'1,2,4' → [1, 2, 4], in rising order. Raises InputError, also for a number that is there twice."""
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        found = sorted(int(part) for part in text.split(","))
     except ValueError:
         found = []
     if not found or found[0] < 1:
         raise InputError(f"{option} {text!r} is not a list of whole numbers from 1; write it like 1,2,4")
+    if len(set(found)) < len(found):
+        raise InputError(f"{option} {text}: a value is given twice; give each once")
     return found
 
 

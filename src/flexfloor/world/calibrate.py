@@ -25,13 +25,14 @@ from flexfloor.world.costs import IterationCost
 from flexfloor.world.profiles import DeviceProfile
 
 HELD_OUT = 5
-"""Every fifth chunk is kept out of the fit, for the stated error."""
+"""Every fifth chunk of all runs together is kept out of the fit, for the stated error."""
 
 LEAST_ITERATIONS = 100
 _ROUNDS = 12
 _OUTLIER = 3.0  # standard deviations, estimated from the median deviation
 _NEVER_OUTLIER = 0.15  # relative error; what fits worse than the best half is not yet an accident
 _LEAST_RESIZES = 3
+_ANEW = "record the run anew"
 _SAME = (
     "dtype",
     "device",
@@ -64,11 +65,6 @@ class Run:
 
     shape: ModelShape
 
-    @property
-    def held_out(self) -> np.ndarray:
-        """Which iterations the fit must not see: bool [iterations]."""
-        return self.chunk % HELD_OUT == HELD_OUT - 1
-
     def predict(self, profile: DeviceProfile) -> np.ndarray:
         """Seconds of every iteration on a device."""
         return IterationCost(profile, self.shape).seconds(*self.counts)
@@ -92,14 +88,19 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Calibration:
-    """by_workers: errors by the size of the group. kept: fields that are the base's, since the runs do not tell."""
+    """fitted: iterations; outliers: those left out of the fit beside the ones held out. by_workers: errors by the size
+    of the group. kept: fields that are the base's, since the runs do not tell. note: what sizes of groups that did not
+    run leave open, empty if nothing; vague: the fields that it is about, fitted, but only together.
+    """
 
     profile: DeviceProfile
-    iterations: int
+    fitted: int
     outliers: int
     held_out: HeldOut
     by_workers: dict[int, HeldOut]
     kept: tuple[str, ...]
+    note: str
+    vague: tuple[str, ...]
 
 
 def read_run(path: Path) -> Run:
@@ -107,11 +108,10 @@ def read_run(path: Path) -> Run:
     records = read_ledger(path)
     try:
         return _to_run(path, records)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InputError(
-            f"{path}: a record lacks what a ledger of this version has ({reason}); record the run anew"
-        ) from (None)
+    except KeyError as error:
+        raise InputError(f"{path}: a record lacks {error}, which ledgers of this version have; {_ANEW}") from None
+    except (TypeError, ValueError, IndexError, AttributeError):
+        raise InputError(f"{path}: a record is not what ledgers of this version have; {_ANEW}") from None
 
 
 def _to_run(path: Path, records: Sequence[Mapping[str, Any]]) -> Run:
@@ -126,9 +126,15 @@ def _to_run(path: Path, records: Sequence[Mapping[str, Any]]) -> Run:
     seconds, counts = [], []
     for record in chunks:
         named = ("seconds", "batch", "prefill_tokens", "kv_tokens")
+        for name, worker in ((n, w) for w in record["workers"] for n in named):
+            if len(worker[name]) != record["iterations"]:
+                raise InputError(
+                    f"{path}: {name} of worker {worker['worker']} has {len(worker[name])} entries for "
+                    f"{record['iterations']} iterations from {record['first_iteration']} on; {_ANEW}"
+                )
         took, batch, prefill, kv = (np.array([w[n] for w in record["workers"]], dtype=np.float64) for n in named)
-        seconds.append(took.mean(axis=0))
         counts.append(_counts(batch, prefill, kv))
+        seconds.append(took.mean(axis=0))
     durations = np.array([c["t1"] - c["t0"] for c in chunks])
     worked = np.array([s.sum() for s in seconds])
     run = Run(
@@ -183,16 +189,13 @@ def _resizes(records: Sequence[Mapping[str, Any]]) -> np.ndarray:
 def calibrate(runs: Sequence[Run], base: DeviceProfile, cores: float = math.inf) -> Calibration:
     """The profile that explains the runs best. base: what they do not tell. cores: devices that the workers share.
 
-    The runs may be of several models. Raises InputError for different engines, and for too few iterations.
+    The runs may be of several models. Raises InputError for different engines, a run that is given twice, and too few
+    iterations.
     """
     _check(runs)
     measured = np.concatenate([r.seconds for r in runs])
-    held = np.concatenate([r.held_out for r in runs])
-    if (~held).sum() < LEAST_ITERATIONS or not held.any():
-        raise InputError(
-            f"{runs[0].path}: {len(measured)} iterations in all are too few; a fit takes {LEAST_ITERATIONS} in chunks"
-            " of which every fifth is kept for its check: give ledgers of longer runs"
-        )
+    held = held_out(runs)
+    _check_enough(runs, held)
     model = _Model(runs, base, cores)
     parameters, outliers = model.fit(measured, ~held)
     resizing, kept = _fit_resizes(np.concatenate([r.resizes for r in runs]))
@@ -205,7 +208,48 @@ def calibrate(runs: Sequence[Run], base: DeviceProfile, cores: float = math.inf)
         for m in np.unique(workers[held])
     }
     kept = ("memory_bytes", "reserve_bytes", "imbalance", *model.kept, *kept)
-    return Calibration(profile, len(measured), outliers, HeldOut.of(predicted[held], measured[held]), by_workers, kept)
+    note, vague = _left_open(np.unique(workers).tolist())
+    errors = HeldOut.of(predicted[held], measured[held])
+    return Calibration(profile, int((~held).sum()) - outliers, outliers, errors, by_workers, kept, note, vague)
+
+
+def held_out(runs: Sequence[Run]) -> np.ndarray:
+    """Which iterations of all runs, one run after the other, the fit must not see: bool [iterations].
+
+    Chunks count on from one run to the next, so that short runs have their share.
+    """
+    before = np.cumsum([0] + [int(r.chunk[-1]) + 1 for r in runs])
+    chunk = np.concatenate([r.chunk + first for r, first in zip(runs, before.tolist(), strict=False)])
+    return chunk % HELD_OUT == HELD_OUT - 1
+
+
+def _check_enough(runs: Sequence[Run], held: np.ndarray) -> None:
+    named = f"{runs[0].path}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
+    remedy = "give ledgers of longer runs, or more of them"
+    if not held.any():
+        chunks = sum(int(r.chunk[-1]) + 1 for r in runs)
+        raise InputError(
+            f"{named}: {chunks} chunk(s) in all are too few to keep every fifth out of the fit for its check; {remedy}"
+        )
+    if (~held).sum() < LEAST_ITERATIONS:
+        raise InputError(
+            f"{named}: {(~held).sum()} iterations, beside {held.sum()} that are kept out of the fit for its check, are "
+            f"too few; it takes {LEAST_ITERATIONS}: {remedy}"
+        )
+
+
+def _left_open(sizes: list[int]) -> tuple[str, tuple[str, ...]]:
+    """`note` and `vague` of a Calibration. sizes: of the groups that ran.
+
+    A group's latency has no other trace than what an iteration takes whatever is in it, like the fixed part; on one
+    worker there is the fixed part alone.
+    """
+    if sizes == [1]:
+        return "every run had one worker: latency_s and gather_link, of several, are the base's", ()
+    if 1 in sizes:
+        return "", ()
+    ran = f"every run had {sizes[0]} workers" if len(sizes) == 1 else "no run had one worker"
+    return f"{ran}: of fixed_s and latency_s only the sum is fitted; add a run on one worker", ("fixed_s", "latency_s")
 
 
 def _check(runs: Sequence[Run]) -> None:
@@ -217,6 +261,10 @@ def _check(runs: Sequence[Run]) -> None:
                     f"{other.path}: {name} is {other.fleet[name]!r}, in {first.path} {first.fleet[name]!r};"
                     " calibrate from runs of one engine on one machine"
                 )
+    for i, other in enumerate(runs):
+        for earlier in runs[:i]:
+            if np.array_equal(other.seconds, earlier.seconds):  # no two runs take the same to the last digit
+                raise InputError(f"{other.path}: is the run of {earlier.path}, which would count twice; give it once")
 
 
 def _median(parts: Sequence[np.ndarray]) -> float:

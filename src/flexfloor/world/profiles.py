@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +109,40 @@ def format_profile(profile: DeviceProfile, comments: Mapping[str, str] | None = 
     return "\n".join(lines) + "\n"
 
 
+CALIBRATE = "Made by `flexfloor calibrate`"
+NOT_FITTED = "not fitted"
+MEASURED = "measured"
+"""What files of profiles say of themselves: at the top, beside what runs did not tell, beside measured latencies."""
+
+
+def has_fitted_latencies(comments: Mapping[str, str]) -> bool:
+    """Whether the latencies are from runs, in which waiting for other workers counts. comments: of the profile."""
+    return CALIBRATE in comments[""] and not comments.get("latency_s", "").startswith((NOT_FITTED, MEASURED))
+
+
+def read_comments(source: str | Path) -> dict[str, str]:
+    """The words beside the values of a profile that `load_profile` has read, as `format_profile` takes them."""
+    path = _FOLDER / f"{source}.toml" if str(source) in PROFILES else Path(source)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = {
+        "": "\n".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    }
+    for line in lines:
+        if told := re.fullmatch(r'(\w+)\s*=\s*(?:"[^"]*"|[^"#]*)#\s*(.*)', line):
+            found[told[1]] = told[2]
+    return found
+
+
 def _to_profile(path: Path, values: dict[str, Any]) -> DeviceProfile:
     known = fields(DeviceProfile)
     names = [field.name for field in known]
     for field in known:
         if field.default is MISSING and field.name not in values:
+            if set(values) == {"name", "latency_s"}:
+                raise InputError(
+                    f"profile {path}: holds a latency table alone; give profile-comm a --base, whose other values it "
+                    "takes for a whole profile"
+                )
             raise InputError(f"profile {path}: {field.name} is missing; it has {', '.join(names)}")
     for name, value in values.items():
         if name not in names:
