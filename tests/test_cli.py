@@ -132,6 +132,14 @@ def test_option_errors_are_one_line(capsys: pytest.CaptureFixture[str], argument
     assert told in refusal(capsys, *arguments)
 
 
+@pytest.mark.parametrize("value", ["1", "2", "inf", "nan", "-1"])
+@pytest.mark.parametrize("command", ["rollout", "compare"])
+def test_a_slowdown_is_a_share(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, value: str):
+    needed = f"--model {tmp_path} --prompts {tmp_path}/p.jsonl".split()
+    needed += ["--out", f"{tmp_path}/r.jsonl"] if command == "rollout" else ["--policies", "static"]
+    assert "--max-slowdown: input should be " in refusal(capsys, command, *needed, f"--max-slowdown={value}")
+
+
 @pytest.mark.parametrize("name", REFUSED_VALUES)
 def test_values_out_of_range_name_the_option(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str):
     value, told = REFUSED_VALUES[name]

@@ -302,6 +302,68 @@ def test_scenarios_that_are_none(arguments: dict, told: str):
 LONG = 'kind = "capped"\nmean = 900\nmedian = 1000\nmax_tokens = 1600\ncapped_share = 0.15\nsibling_correlation = 0.9\n'
 
 
+FREE = 'kind = "lognormal"\nlog_mean = 5.0\nbetween_sd = 0.5\nwithin_sd = 0.5\nmax_tokens = 900\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "kind is missing; give lognormal, capped, trace"),
+        ('kind = "normal"', "kind is 'normal'; give lognormal, capped, trace"),
+        ("kind = [1]", "kind is '[1]'; give lognormal"),
+        (FREE + "shortest = 900", "shortest 900 is not below max_tokens 900; give a smaller one"),
+        (FREE.replace("5.0", "nan"), "log_mean: input should be a finite number, got nan"),
+        (FREE.replace("0.5", "inf"), "between_sd: input should be a finite number, got inf"),
+        (FREE.replace("max_tokens = 900\n", ""), "max_tokens is missing; a scenario of kind lognormal needs it"),
+        (FREE + "sample = 4", "unknown key 'sample'; did you mean 'samples'?"),
+        (FREE + "workers = 5000", "workers: input should be less than or equal to 4096, got 5000"),
+        (FREE + "load = 1000000000000", "load: input should be less than or equal to 1000000, got"),
+        (FREE + "memory_bytes = nan", "memory_bytes: input should be a finite number, got nan"),
+        (LONG + "shortest = 1000", "median 1000 is not between shortest 1000 and max_tokens 1600; give one that is"),
+        (LONG.replace("1600", "900"), "median 1000 is not between shortest 1 and max_tokens 900"),
+        (LONG.replace("mean = 900", "mean = 1500"), "no distribution has mean 1500 with median 1000"),
+        (LONG.replace("0.15", "0.5"), "capped_share: input should be less than 0.5, got 0.5"),
+        ('kind = "trace"\nfile = 3', "file: "),
+        ('kind = "trace"\nlog_mean = 3', "unknown key 'log_mean'; there is "),
+    ],
+)
+def test_definitions_that_are_none_are_told_in_one_line(tmp_path: Path, content: str, told: str):
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    with pytest.raises(InputError) as error:
+        load_scenario(str(path))
+    message = str(error.value)
+    assert message.startswith(f"{path}: {told}")
+    assert len(message) < len(str(path)) + 240, "not the whole file"
+    assert "{" not in message
+
+
+@given(
+    kind=st.sampled_from(["lognormal", "capped"]),
+    reals=st.lists(st.floats(0, 20) | st.sampled_from([0.0, 1.0, 0.499, 5e3]), min_size=4, max_size=4),
+    shortest=st.sampled_from([1, 2, 900]),
+    most=st.sampled_from([2, 3, 1000, 10**9]),
+)
+def test_definitions_make_lengths_or_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, reals: list[float], shortest: int, most: int
+):
+    names = {
+        "lognormal": ["log_mean", "between_sd", "within_sd"],
+        "capped": ["mean", "median", "capped_share", "sibling_correlation"],
+    }
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    keys = {"kind": f'"{kind}"', "shortest": shortest, "max_tokens": most}
+    keys |= dict(zip(names[kind], map(repr, reals), strict=False))
+    path.write_text("\n".join(f"{name} = {value}" for name, value in keys.items()))
+    try:
+        scenario = load_scenario(str(path))
+    except InputError:
+        return
+    lengths = scenario.draw(50, seed=0).lengths
+    assert lengths.min() >= shortest
+    assert lengths.max() <= most
+
+
 def test_a_scenario_of_one_s_own(tmp_path: Path):
     path = tmp_path / "short.toml"
     path.write_text(LONG + "load = 5\n")
@@ -312,11 +374,11 @@ def test_a_scenario_of_one_s_own(tmp_path: Path):
     for content, told in {
         "kind =": "is not TOML",
         LONG.replace("capped", "uniform", 1): "'uniform'",
-        LONG + "hurry = 1\n": "hurry: is not a setting",
+        LONG + "hurry = 1\n": "unknown key 'hurry'; there is about, workers",
         LONG.replace("900", '"many"'): "mean: ",
         LONG.replace("900", "1500"): "no distribution has mean 1500",
         LONG + "shortest = 1600\n": "shortest 1600 is not below max_tokens 1600",
-        LONG.replace("max_tokens = 1600\n", ""): "max_tokens: is missing",
+        LONG.replace("max_tokens = 1600\n", ""): "max_tokens is missing",
     }.items():
         path.write_text(content)
         with pytest.raises(InputError) as error:

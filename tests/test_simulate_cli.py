@@ -229,6 +229,7 @@ def test_several_processes_give_the_same(scenario: Path, tmp_path: Path, capsys:
         (("--max-slowdown", "x"), "--max-slowdown"),
         (("--workers", "0"), "--workers: give whole numbers from 1"),
         (("--workers", "2,x"), "--workers"),
+        (("--workers", "4,4097"), "--workers: a simulated fleet has at most 4096 workers"),
         (("--load", "-3"), "--load: give whole numbers from 1"),
         (("--seeds", "0"), "--seeds"),
         (("--profile", "b300"), "profile 'b300' is not known"),

@@ -30,6 +30,8 @@ def parse_bytes(value: Any) -> Any:
 
 
 MISSING = "is missing"
+MOST_WORKERS = 4096
+"""Of a simulated fleet."""
 _ALIASES = {"static": "static-spread"}
 
 
@@ -42,7 +44,9 @@ def explain(error: ValidationError) -> tuple[tuple[str, ...], str]:
     if first["type"] == "extra_forbidden":
         return field, "is not a setting"
     message = first["msg"].removeprefix("Value error, ")
-    return field, f"{message[0].lower() + message[1:]}, got {first['input']!r}"
+    message = message[0].lower() + message[1:]
+    # What is wrong with several settings together names them.
+    return field, message if isinstance(first["input"], dict) else f"{message}, got {first['input']!r}"
 
 
 def unknown_key(name: str, known: Iterable[str], table: str = "") -> str:
@@ -186,7 +190,9 @@ class RunSettings(Settings):
     split: Literal["train", "eval"] = Field(
         "train", description="which lengths of the history count, and what these are added to it as"
     )
-    max_slowdown: float = Field(0.02, ge=0, description="share of throughput that releasing workers may cost")
+    max_slowdown: float = Field(
+        0.02, ge=0, lt=1, allow_inf_nan=False, description="share of throughput that releasing workers may cost"
+    )
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     order: str = Field("arrival", description="arrival, or shuffle:SEED")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
@@ -294,6 +300,13 @@ class SimulateSettings(Settings):
         if any(isinstance(value, float) and not 0 <= value < 1 for value in values):
             raise ValueError("give shares of at least 0 and below 1, with commas between them")
         return values
+
+    @field_validator("workers")
+    @classmethod
+    def _not_too_many(cls, workers: tuple[int, ...]) -> tuple[int, ...]:
+        if max(workers, default=0) > MOST_WORKERS:
+            raise ValueError(f"a simulated fleet has at most {MOST_WORKERS} workers")
+        return workers
 
     @field_validator("policies", "knowledge", "max_slowdown")
     @classmethod

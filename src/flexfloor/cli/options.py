@@ -31,7 +31,7 @@ TABLES: dict[str, type[BaseModel]] = {"sampling": SamplingSettings, "engine": En
 
 TABLE_OF = {name: table for table, model in TABLES.items() for name in model.model_fields}
 
-_OPTIONS = {*TABLE_OF}.union(*(m.model_fields for m in (RolloutSettings, CompareSettings, SimulateSettings)))
+_OPTIONS = {*TABLE_OF, "base"}.union(*(m.model_fields for m in (RolloutSettings, CompareSettings, SimulateSettings)))
 
 _SPELLED = {"architecture": "model_config"}
 """Settings that pydantic does not let have their name."""

@@ -54,7 +54,8 @@ class Lognormal:
 
     @property
     def correlation(self) -> float:
-        return self.between_sd**2 / (self.between_sd**2 + self.within_sd**2)
+        total = self.between_sd**2 + self.within_sd**2
+        return self.between_sd**2 / total if total > 0 else 0.0
 
     def lengths(self, z: np.ndarray) -> np.ndarray:
         exact = np.exp(self.log_mean + math.hypot(self.between_sd, self.within_sd) * z)
@@ -91,7 +92,7 @@ class Capped:
         if not self.shortest < lower < self.median:
             raise ValueError(
                 f"no distribution has mean {self.mean:g} with median {self.median:g}, shortest {self.shortest} and "
-                f"{self.capped_share:g} of the responses at the limit {self.max_tokens}"
+                f"{self.capped_share:g} of the responses at the limit {self.max_tokens}; give a mean nearer to it"
             )
         return (self.median - self.shortest) / (lower - self.shortest) - 1
 

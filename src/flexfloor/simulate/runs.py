@@ -21,6 +21,7 @@ from flexfloor.ledger.events import LedgerWriter
 from flexfloor.progress import ModelShape
 from flexfloor.requests import Request
 from flexfloor.rollout import rollout
+from flexfloor.settings import MOST_WORKERS
 from flexfloor.simulate.scenarios import Scenario
 from flexfloor.world.bounds import Work, kv_capacity, least_occupied_s
 from flexfloor.world.costs import DeviceProfile, IterationCost
@@ -29,7 +30,6 @@ from flexfloor.world.lookahead import LookAhead, clairvoyant
 from flexfloor.world.memory import format_bytes
 
 BEST_FIXED = "fixed:best"
-_MOST_WORKERS = 4096  # that a remedy names
 WITHOUT_KNOWLEDGE = ("static-spread", "static-grouped")
 _TELL_S = 1.0  # between two looks at the processes
 _FIXED_SHARES = (0.75, 0.5)  # of the fleet, and of its half, quarter, …
@@ -58,7 +58,7 @@ class Experiment:
     def check_memory(self, workers: int) -> None:
         """Raises InputError where not every request fits beside the experts, naming how many workers it takes."""
         longest = self.scenario.longest + self.page_tokens
-        counts = np.arange(1, _MOST_WORKERS + 1)
+        counts = np.arange(1, MOST_WORKERS + 1)
         enough = counts[kv_capacity(self.cost, counts) / counts >= longest]
         if len(enough) and workers >= enough[0]:
             return

@@ -7,50 +7,51 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from flexfloor.errors import InputError
-from flexfloor.settings import Settings, explain
+from flexfloor.settings import MISSING, MOST_WORKERS, Settings, explain, unknown_key
 from flexfloor.simulate.distributions import Capped, LengthDistribution, Lognormal
 from flexfloor.simulate.traces import Trace, read_trace
 from flexfloor.simulate.workload import Workload, draw_workload, replay_trace
 from flexfloor.world.costs import DeviceProfile
 
 _FILE = Path(__file__).with_name("scenarios.toml")
+_MOST, _MOST_TOKENS = 10**6, 10**9
 
 
 class _Definition(Settings):
     """What every scenario says."""
 
     about: str = ""
-    workers: int = Field(16, ge=1)
-    load: int = Field(32, ge=1)
+    workers: int = Field(16, ge=1, le=MOST_WORKERS)
+    load: int = Field(32, ge=1, le=_MOST)
     profile: str = "h200"
     memory_bytes: float | None = Field(None, gt=0, allow_inf_nan=False)
     reserve_bytes: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 class _Drawn(_Definition):
-    samples: int = Field(8, ge=1)
-    prompt_tokens: int = Field(256, ge=1)
+    samples: int = Field(8, ge=1, le=_MOST)
+    prompt_tokens: int = Field(256, ge=1, le=_MOST_TOKENS)
     shortest: int = Field(1, ge=1)
-    max_tokens: int = Field(ge=2)
+    max_tokens: int = Field(ge=2, le=_MOST_TOKENS)
 
     @model_validator(mode="after")
     def _some_range(self) -> Self:
         if self.shortest >= self.max_tokens:
-            raise ValueError(f"shortest {self.shortest} is not below max_tokens {self.max_tokens}")
+            raise ValueError(f"shortest {self.shortest} is not below max_tokens {self.max_tokens}; give a smaller one")
         return self
 
 
 class LognormalDefinition(_Drawn):
     kind: Literal["lognormal"]
-    log_mean: float = Field(gt=0, lt=20)
-    between_sd: float = Field(ge=0, lt=10)
-    within_sd: float = Field(ge=0, lt=10)
+    log_mean: float = Field(gt=0, lt=20, allow_inf_nan=False)
+    between_sd: float = Field(ge=0, lt=10, allow_inf_nan=False)
+    within_sd: float = Field(ge=0, lt=10, allow_inf_nan=False)
 
     @cached_property
     def source(self) -> LengthDistribution:
@@ -59,10 +60,19 @@ class LognormalDefinition(_Drawn):
 
 class CappedDefinition(_Drawn):
     kind: Literal["capped"]
-    mean: float = Field(gt=0)
-    median: float = Field(gt=0)
-    capped_share: float = Field(ge=0, lt=0.5)
-    sibling_correlation: float = Field(ge=0, le=1)
+    mean: float = Field(gt=0, allow_inf_nan=False)
+    median: float = Field(gt=0, allow_inf_nan=False)
+    capped_share: float = Field(ge=0, lt=0.5, allow_inf_nan=False)
+    sibling_correlation: float = Field(ge=0, le=1, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _median_between(self) -> Self:
+        if not self.shortest < self.median < self.max_tokens:
+            raise ValueError(
+                f"median {self.median:g} is not between shortest {self.shortest} and max_tokens {self.max_tokens}; "
+                "give one that is"
+            )
+        return self
 
     @cached_property
     def source(self) -> LengthDistribution:
@@ -77,8 +87,12 @@ class TraceDefinition(_Definition):
     workload: str | None = None
 
 
-Definition = Annotated[LognormalDefinition | CappedDefinition | TraceDefinition, Field(discriminator="kind")]
-_DEFINITION: TypeAdapter[Any] = TypeAdapter(Definition)
+Definition = LognormalDefinition | CappedDefinition | TraceDefinition
+KINDS: dict[str, type[Definition]] = {
+    "lognormal": LognormalDefinition,
+    "capped": CappedDefinition,
+    "trace": TraceDefinition,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +100,7 @@ class Scenario:
     """A source of workloads. definition: with all its values, as reports show it. trace: of a TraceDefinition."""
 
     name: str
-    definition: LognormalDefinition | CappedDefinition | TraceDefinition
+    definition: Definition
     trace: Trace | None = None
 
     def draw(self, requests: int, seed: int) -> Workload:
@@ -144,16 +158,7 @@ def load_scenario(source: str, *, trace: Path | None = None, workload: str | Non
             f"--lengths: scenario {source!r} is not known; there is {', '.join(named_scenarios())}, "
             "or name a .csv file of lengths or a .toml file of a scenario"
         )
-    try:
-        definition = _DEFINITION.validate_python(values)
-        if not isinstance(definition, TraceDefinition):
-            _ = definition.source.correlation  # worked out when asked for, and not possible with all values
-    except ValidationError as error:
-        field, message = explain(error)
-        # The first part of the place is the kind of the definition, which the field makes clear.
-        raise InputError(f"{where}: {'.'.join(field[1:]) or 'definition'}: {message}") from None
-    except ValueError as error:
-        raise InputError(f"{where}: {error}") from None
+    definition = _to_definition(where, values)
     if not isinstance(definition, TraceDefinition):
         for option, value in {"--trace": trace, "--workload": workload}.items():
             if value is not None:
@@ -165,6 +170,29 @@ def load_scenario(source: str, *, trace: Path | None = None, workload: str | Non
     loaded = read_trace(file, workload or definition.workload)
     chosen = {"file": file, "workload": loaded.workload}
     return Scenario(name, definition.model_copy(update=chosen), loaded)
+
+
+def _to_definition(where: str, values: dict[str, Any]) -> Definition:
+    """where: names the scenario in errors. Raises InputError."""
+    kind = values.get("kind")
+    if kind not in list(KINDS):
+        told = "is missing" if kind is None else f"is {str(kind)[:40]!r}"
+        raise InputError(f"{where}: kind {told}; give {', '.join(KINDS)}")
+    try:
+        definition = KINDS[kind].model_validate(values)
+        if not isinstance(definition, TraceDefinition):
+            _ = definition.source.correlation  # worked out when asked for, and not possible with all values
+    except ValidationError as error:
+        path, message = explain(error)
+        field = ".".join(path)
+        if error.errors()[0]["type"] == "extra_forbidden":
+            raise InputError(f"{where}: {unknown_key(field, KINDS[kind].model_fields)}") from None
+        if message == MISSING:
+            raise InputError(f"{where}: {field} is missing; a scenario of kind {kind} needs it") from None
+        raise InputError(f"{where}: {field}: {message}" if field else f"{where}: {message}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+    return definition
 
 
 def _read_definition(path: Path) -> dict[str, Any]:

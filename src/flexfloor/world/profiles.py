@@ -140,7 +140,7 @@ def _to_profile(path: Path, values: dict[str, Any]) -> DeviceProfile:
         if field.default is MISSING and field.name not in values:
             if set(values) == {"name", "latency_s"}:
                 raise InputError(
-                    f"profile {path}: holds a latency table alone; give profile-comm a --base, whose other values it "
+                    f"profile {path}: holds a latency table alone; give profile-comm a `base`, whose other values it "
                     "takes for a whole profile"
                 )
             raise InputError(f"profile {path}: {field.name} is missing; it has {', '.join(names)}")
