@@ -15,12 +15,16 @@ from flexfloor.fleet import Fleet
 from flexfloor.requests import Prompt, Request, Response, SamplingParams, make_requests
 from flexfloor.rollout import Rollout, RolloutProgress, RolloutResult, rollout
 from flexfloor.settings import EngineSettings
+from flexfloor.world.lengths.observations import Observations
+from flexfloor.world.lengths.store import LengthHistory
 
 __all__ = [
     "EngineSettings",
     "Fleet",
     "FlexFloorError",
     "InputError",
+    "LengthHistory",
+    "Observations",
     "Prompt",
     "Request",
     "Response",

@@ -220,6 +220,30 @@ def history_score(file: HistoryFile) -> Command:
     return run
 
 
+@history.command("forecast")
+def history_forecast(
+    file: HistoryFile,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY", help="prompts, by their keys [default: some of the newest epoch]", show_default=False
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", metavar="N", min=1, help="limit [default: the newest epoch's largest]"),
+    ] = None,
+) -> Command:
+    """Show how long the next epoch's responses to each prompt are expected to be, as quantiles."""
+
+    def run() -> int:
+        from flexfloor.cli.history import show_forecasts
+
+        return show_forecasts(file, keys or [], max_tokens)
+
+    return run
+
+
 @app.command()
 def calibrate(
     ledgers: Annotated[list[Path], typer.Argument(metavar="LEDGER...", help="of runs on real workers, without --pace")],

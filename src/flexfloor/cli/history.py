@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,17 @@ from flexfloor.cli.display import format_count, print_table
 from flexfloor.errors import InputError
 from flexfloor.outputs import check_outputs
 from flexfloor.world.lengths.exchange import export_history, import_history
-from flexfloor.world.lengths.metrics import score_last_epoch
+from flexfloor.world.lengths.forecast import HistoryLengths
+from flexfloor.world.lengths.metrics import forecast_quantiles, score_last_epoch
 from flexfloor.world.lengths.model import LEAST_DRIFT, LengthModel, fit_model
 from flexfloor.world.lengths.observations import Observations
 from flexfloor.world.lengths.store import LengthHistory
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
+_MOST_SHOWN = 20
 
 
 def show_history(file: Path) -> int:
@@ -111,6 +116,36 @@ def score_history(file: Path) -> int:
         row = (format_count(own.responses), f"{own.pinball:.1f}", *shares, f"{own.rank_correlation:.2f}")
         table.add_row(name, *row, f"{own.sharpness:.2f}")
     print_table(table)
+    return 0
+
+
+def show_forecasts(file: Path, keys: Sequence[str], max_tokens: int | None) -> int:
+    """What the next epoch's responses of these prompts are expected to come to; without any, those of the newest epoch.
+
+    max_tokens: their limit; None: the largest one of the newest epoch.
+    """
+    from rich.text import Text
+
+    with LengthHistory(file, create=False) as history:
+        observed = history.load()
+    if not len(observed):
+        raise InputError(f"{file}: holds no responses to forecast from; name a history that has some")
+    newest = observed.where(observed.epoch == observed.epoch.max())
+    known = [newest.keys[i] for i in np.unique(newest.prompt).tolist()]
+    shown = list(dict.fromkeys(keys)) or known[:_MOST_SHOWN]
+    limit = max_tokens or int(newest.max_tokens.max())
+    lengths = HistoryLengths(observed, split="eval" if newest.evaluation.all() else "train")
+    lengths.add_keys(shown, float(limit), samplings={newest.samplings[i] for i in np.unique(newest.sampling)})
+    quantiles = forecast_quantiles(lengths, np.arange(len(shown)), levels=np.array(_SHOWN_LEVELS))
+    seen = dict(zip(observed.keys, np.bincount(observed.prompt, minlength=len(observed.keys)).tolist(), strict=True))
+    names = (f"p{level * 100:.0f}" if level != 0.5 else "median" for level in _SHOWN_LEVELS)
+    table = _table("Forecasts of the next epoch", "prompt", "seen", *names)
+    for key, own in zip(shown, quantiles.tolist(), strict=True):
+        table.add_row(Text(key), format_count(seen.get(key, 0)), *map(format_count, own))
+    print_table(table)
+    print(f"  response tokens, at most {format_count(limit)}; seen: responses in the history")
+    if not keys and len(known) > len(shown):
+        print(f"  {len(shown)} of {format_count(len(known))} prompts of the last epoch; name those to be shown")
     return 0
 
 
