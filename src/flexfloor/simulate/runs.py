@@ -291,7 +291,8 @@ def run_all(
                 on_runs(1)
         return runs
     with _processes(min(jobs, len(cells))) as pool:
-        futures = {pool.submit(_run_cell, experiment, cell): cell for cell in cells}
+        with _interrupts_held():
+            futures = {pool.submit(_run_cell, experiment, cell): cell for cell in cells}
         done: dict[Cell, list[Run]] = {}
         while left := [cell for cell in cells if cell not in done]:
             on_begin(str(left[0]))  # they are begun in this order
@@ -312,7 +313,7 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
     before = set(multiprocessing.active_children())
     # Threads of this process (of numerical libraries) do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, initializer=_ignore_interrupts)
+    pool = ProcessPoolExecutor(jobs, context)
     try:
         yield pool
     except BaseException:
@@ -324,6 +325,14 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches the whole process group; the parent alone decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started inside the block never see Ctrl-C, which reaches the whole group; this one sees it afterwards.
+
+    They inherit what is blocked, from their first moment on: with a handler they could be hit while they still import.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
