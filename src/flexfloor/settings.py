@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from flexfloor.errors import InputError
 
@@ -30,8 +30,8 @@ def parse_bytes(value: Any) -> Any:
 
 
 MISSING = "is missing"
-MOST_WORKERS = 4096
-"""Of a simulated fleet."""
+MOST_WORKERS, MOST_LOAD = 4096, 10**6
+"""Of a simulated fleet: workers, and requests for each."""
 _ALIASES = {"static": "static-spread"}
 
 
@@ -301,12 +301,13 @@ class SimulateSettings(Settings):
             raise ValueError("give shares of at least 0 and below 1, with commas between them")
         return values
 
-    @field_validator("workers")
+    @field_validator("workers", "load")
     @classmethod
-    def _not_too_many(cls, workers: tuple[int, ...]) -> tuple[int, ...]:
-        if max(workers, default=0) > MOST_WORKERS:
-            raise ValueError(f"a simulated fleet has at most {MOST_WORKERS} workers")
-        return workers
+    def _not_too_many(cls, values: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        most = MOST_WORKERS if info.field_name == "workers" else MOST_LOAD
+        if max(values, default=0) > most:
+            raise ValueError(f"at most {most} are simulated")
+        return values
 
     @field_validator("policies", "knowledge", "max_slowdown")
     @classmethod

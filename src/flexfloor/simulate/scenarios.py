@@ -13,14 +13,14 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from flexfloor.errors import InputError
-from flexfloor.settings import MISSING, MOST_WORKERS, Settings, explain, unknown_key
+from flexfloor.settings import MISSING, MOST_LOAD, MOST_WORKERS, Settings, explain, unknown_key
 from flexfloor.simulate.distributions import Capped, LengthDistribution, Lognormal
 from flexfloor.simulate.traces import Trace, read_trace
 from flexfloor.simulate.workload import Workload, draw_workload, replay_trace
 from flexfloor.world.costs import DeviceProfile
 
 _FILE = Path(__file__).with_name("scenarios.toml")
-_MOST, _MOST_TOKENS = 10**6, 10**9
+_MOST_TOKENS = 10**9
 
 
 class _Definition(Settings):
@@ -28,14 +28,14 @@ class _Definition(Settings):
 
     about: str = ""
     workers: int = Field(16, ge=1, le=MOST_WORKERS)
-    load: int = Field(32, ge=1, le=_MOST)
+    load: int = Field(32, ge=1, le=MOST_LOAD)
     profile: str = "h200"
     memory_bytes: float | None = Field(None, gt=0, allow_inf_nan=False)
     reserve_bytes: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 class _Drawn(_Definition):
-    samples: int = Field(8, ge=1, le=_MOST)
+    samples: int = Field(8, ge=1, le=MOST_LOAD)
     prompt_tokens: int = Field(256, ge=1, le=_MOST_TOKENS)
     shortest: int = Field(1, ge=1)
     max_tokens: int = Field(ge=2, le=_MOST_TOKENS)

@@ -85,8 +85,10 @@ def import_history(history: LengthHistory, path: Path) -> int:
 
 def _epochs_held(new: Observations, held: Observations) -> list[int]:
     """Epochs of `new` whose every response is in `held`, each as often."""
-    coming = Counter(zip(*_columns(new).values(), strict=True))
-    there = Counter(zip(*_columns(held.where(np.isin(held.epoch, new.epoch))).values(), strict=True))
+    shared = np.intersect1d(new.epoch, held.epoch)
+    coming, there = (
+        Counter(zip(*_columns(some.where(np.isin(some.epoch, shared))).values(), strict=True)) for some in (new, held)
+    )
     place = FIELDS.index("epoch")
     lacking = {row[place] for row, count in coming.items() if there[row] < count}
     return sorted({row[place] for row in coming} - lacking)
