@@ -25,7 +25,8 @@ _RARE = 0.02  # how likely a shift is that has nothing to do with the usual drif
 _TRUSTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 _TRUST_PRIOR = np.log([0.01, 0.01, 0.02, 0.06, 0.9])
 _GUESS_WEIGHT = 8.0  # responses that the shape of a rollout without history starts from
-_HALF_KNOWN = 16.0  # ended responses after which half of that shape is normal, and no longer the long guess
+# Ended responses, and share of those that have begun, at which each lets half of that shape be normal, not long.
+_HALF_KNOWN, _HALF_SEEN = 16.0, 0.03
 
 
 @dataclass
@@ -113,7 +114,7 @@ def adapt(
     if len(rows) and model.responses < _LITTLE:
         # All responses alike, so that none is left out for what its siblings did.
         own = Samples.of((rest - mean) / np.sqrt(whole), 1.0, open_end)
-        shape = _open_shape(evidence.ended, log_limit - mean, float(np.sqrt(whole)))
+        shape = _open_shape(evidence.ended, len(rows), log_limit - mean, float(np.sqrt(whole)))
         base = (fit_curve(own + shape),) * 2
     elif len(rows):
         z = (x - center[rows]) / spread[rows]
@@ -138,12 +139,14 @@ def _guess(model: LengthModel, log_limit: float) -> Guess:
     return Guess(model.mean, spread, model.between / spread, float(model.responses))
 
 
-def _open_shape(ended: int, limit: float, spread: float) -> Samples:
+def _open_shape(ended: int, started: int, limit: float, spread: float) -> Samples:
     """Of z, where this rollout is all there is: normal as far as that can be known by now, and long.
 
+    The first few that end are the shortest ones of all, however many they are: they say little of the longest.
     limit: above the mean log length; spread: standard deviation of log length.
     """
-    normal = ended / (ended + _HALF_KNOWN)
+    seen = ended / max(started, 1)
+    normal = ended / (ended + _HALF_KNOWN) * seen / (seen + _HALF_SEEN)
     middle = (np.arange(32) + 0.5) / 32
     long = long_samples(limit, 0.0, spread, _GUESS_WEIGHT * (1.0 - normal))
     return Samples.of(ndtri(middle), _GUESS_WEIGHT * normal / 32) + long
