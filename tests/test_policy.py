@@ -232,6 +232,7 @@ def test_a_long_request_is_not_starved_by_short_ones() -> None:
         ({"max_slowdown": -0.1}, "max_slowdown is -0.1"),
         ({"max_slowdown": float("nan")}, "max_slowdown is nan"),
         ({"max_slowdown": float("inf")}, "max_slowdown is inf"),
+        ({"max_slowdown": 1.0}, "max_slowdown is 1.0; give a share of throughput from 0 to below 1"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(change: dict, told: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from flexfloor.errors import InputError
@@ -32,8 +31,8 @@ def make_policy(
     if not 1 <= min_workers <= workers:
         told = f"min_workers is {min_workers}; the fleet has {workers} workers, give 1 to {workers}"
         raise InputError(told, settings=("min_workers", "workers"))
-    if not 0 <= max_slowdown < math.inf:
-        told = f"max_slowdown is {max_slowdown}; give 0 or a share of throughput like 0.02"
+    if not 0 <= max_slowdown < 1:
+        told = f"max_slowdown is {max_slowdown}; give a share of throughput from 0 to below 1, like 0.02"
         raise InputError(told, settings=("max_slowdown",))
     if found := re.fullmatch(r"fixed:(\d+)", name):
         count = int(found[1])

@@ -87,7 +87,7 @@ class TrainSettings(Settings):
     history: Path | Literal[False] | None = Field(
         None, description="length history; length_history.sqlite in the output folder if not given; false: none"
     )
-    max_slowdown: float = Field(0.02, ge=0, description="share of throughput that releasing workers may cost")
+    max_slowdown: float = Field(0.02, ge=0, lt=1, description="share of throughput that releasing workers may cost")
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
     check_responses: int = Field(

@@ -47,7 +47,7 @@ class RolloutOptions(Settings):
         "auto",
         description="file of the length history; auto: length_history.sqlite in trainer.default_local_dir; null: none",
     )
-    max_slowdown: float = Field(0.02, ge=0, description="share of throughput that releasing workers may cost")
+    max_slowdown: float = Field(0.02, ge=0, lt=1, description="share of throughput that releasing workers may cost")
     min_workers: int = Field(1, ge=1, description="workers that are never released")
     chunk: int = Field(16, ge=1, description="iterations between two looks of the driver")
     ledgers: Path | None = Field(None, description="folder for a ledger of every rollout")
