@@ -179,8 +179,8 @@ def write(path: Path, *records: object) -> Path:
     [
         ([{"prompt": "hello"}], "line 1 is not a ledger record; is this a ledger?"),
         ([{"type": "start", "schema": 2}], "ledger schema 2, this version reads 1"),
-        ([{"type": "start", "schema": 1}], "its records do not have what a ledger's have (KeyError: 'fleet')"),
-        ([{"type": "start", "schema": 1, "fleet": 7, "settings": {}}], "its records do not have what a ledger's have"),
+        ([{"type": "start", "schema": 1}], "a record lacks 'fleet'"),
+        ([{"type": "start", "schema": 1, "fleet": 7, "settings": {}}], "a record is not what those of a ledger are"),
         ([[1, 2]], "line 1 is not a ledger record"),
         ([], "does not begin with a start record"),
     ],

@@ -159,7 +159,7 @@ def test_records_without_what_the_page_needs_are_refused(
     odd = [{k: v for k, v in r.items() if k != "reason"} for r in records]
     ledger = write(tmp_path / "odd.jsonl", *odd)
     line = refusal(capsys, command, ledger, "--out", tmp_path / "out")
-    assert f"{ledger}: its records do not have what a ledger's have (KeyError: 'reason')" in line
+    assert f"{ledger}: a record lacks 'reason'; is this a ledger of this version?" in line
     assert not (tmp_path / "out").exists()
 
 

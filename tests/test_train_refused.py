@@ -51,7 +51,7 @@ REFUSED = {
     "empty batches": ("trl.per_device_train_batch_size=0", "per_device_train_batch_size is 0; give 1 or more"),
     "no steps": ("trl.max_steps=0", "--set trl.max_steps=0: max_steps is 0; there would be nothing to train"),
     "limits that do not go together": ("min_workers=3", "min_workers is 3; the fleet has 2 workers, give 1 to 2"),
-    "slowdown without end": ("max_slowdown=inf", "max_slowdown is inf; give 0 or a share"),
+    "slowdown without end": ("max_slowdown=inf", "max_slowdown=inf: input should be less than 1"),
     "unknown profile": ("engine.profile=h9", "profile 'h9' is not known; there is h200"),
     "pace of nothing": ("engine.pace_model=x", "pace_model 'x' without a pace; give a scale as engine.pace too"),
     "unknown launcher": ("engine.launcher=slurm", "launcher 'slurm' is not known; there is local"),
@@ -95,7 +95,7 @@ IN_FILE = {
     "policy": ("workers = 2", 'policy = "best"', "policy: policy 'best' is not known; there is static"),
     "workers": ("workers = 2", "workers = 17", "workers: workers is 17 but the model has 16 experts a layer; give at"),
     "min_workers": ("workers = 2", "min_workers = 3", "min_workers: min_workers is 3; the fleet has 2 workers"),
-    "max_slowdown": ("workers = 2", "max_slowdown = inf", "max_slowdown: max_slowdown is inf; give"),
+    "max_slowdown": ("workers = 2", "max_slowdown = inf", "max_slowdown: input should be less than 1, got inf"),
     "knowledge": (
         "workers = 2",
         'knowledge = "shuffled"\nhistory = false',

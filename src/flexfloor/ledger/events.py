@@ -217,8 +217,9 @@ def refusing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: its records do not have what a ledger's have ({told}); is this a ledger?") from None
+        lacks = isinstance(error, KeyError)
+        told = f"a record lacks {error}" if lacks else "a record is not what those of a ledger are"
+        raise InputError(f"{path}: {told}; is this a ledger of this version?") from None
 
 
 def _check_times(record: Mapping[str, Any]) -> str | None:
