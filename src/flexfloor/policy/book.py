@@ -15,6 +15,7 @@ from flexfloor.world.status import FleetStatus
 _LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TOLD_LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of forecasts in the ledger
 _GOLDEN = 0.6180339887498949
+_PLACES = (1 / 6, 1 / 2, 5 / 6)  # of the requests that arrived last
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ class Book:
         self._drawn.clear()
         return True
 
+    @property
+    def ended(self) -> float:
+        """Share of all requests."""
+        return float((self.total >= 0).mean()) if len(self.total) else 0.0
+
     def first_forecast(self) -> LengthForecast | None:
         """Of the requests that the last `take` found; None where their lengths are known."""
         if isinstance(self.lengths, ForcedLengths):
@@ -123,6 +129,16 @@ class Book:
         """Mean length of responses that have not begun, by the forecast: float64 [n]."""
         none = np.zeros(len(rows), dtype=np.int64)
         return np.mean([self._remaining(rows, none, level) for level in _LEVELS], axis=0)
+
+    def draws(self) -> tuple[Draw, ...]:
+        """Futures to compare plans on: in each another one of those that arrived last has its longest response.
+
+        When the longest begins decides when all have ended, and a queue may be long: it stands in the first, the second
+        and the last third of them.
+        """
+        count = len(self.requests) - self._taken
+        rows = [self._taken + int(place * count) for place in _PLACES]
+        return tuple(Draw((1 - 0.5 / count - (row + 1) * _GOLDEN) % 1.0) for row in rows)
 
     def left(
         self, rows: np.ndarray, generated: np.ndarray, draw: Draw | None = None, reserve: float = 0.0

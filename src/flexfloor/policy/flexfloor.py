@@ -11,7 +11,7 @@ import numpy as np
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, peaks_of
 from flexfloor.policy.book import Draw, Live
-from flexfloor.policy.planned import DRAWS, LEADS, PlannedPolicy, best_lead
+from flexfloor.policy.planned import LEADS, PlannedPolicy, best_lead
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile
 from flexfloor.world.lengths.base import ForcedLengths, Lengths
@@ -152,7 +152,7 @@ class FlexFloorPolicy(PlannedPolicy):
             self._begin(status)  # nothing is lost so far, whatever look-ahead has said
         live, waiting = self.book.live(status), np.array(self.book.waiting, dtype=np.int64)
         leads = tuple(LEADS) if status.iteration == 0 and len(waiting) else (self.lead,)
-        expected = _Case(self, status, live, waiting, DRAWS[:1] if self._certain else DRAWS)
+        expected = _Case(self, status, live, waiting, self.book.draws()[:1] if self._certain else self.book.draws())
 
         @cache  # only asked of what is better than to stay
         def sooner() -> _Case:

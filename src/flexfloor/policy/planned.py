@@ -12,13 +12,15 @@ from flexfloor.policy.book import Book, Draw, Live
 from flexfloor.progress import Decision, LengthForecast, Progress
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile, IterationCost
-from flexfloor.world.lengths.base import Lengths
+from flexfloor.world.lengths.base import ForcedLengths, Lengths
 from flexfloor.world.lookahead import Batch, LookAhead
 from flexfloor.world.resize import ResizePlan, plan_moves
 from flexfloor.world.status import FleetStatus
 
 _FULL = 0.97  # of a worker's KV memory that a forecast peak may fill
 _RESERVE = 0.05  # by which forecasts are raised for admission
+_WARY = 0.1  # of that memory which is kept free of forecasts as long as no response has ended
+_LEARNT = 0.5  # share of the responses that have ended when nothing is kept free any more
 _SKIPS = 32  # requests that shorter ones may pass while they do not fit
 _AHEAD = 2.0  # intervals between looks that a worker is given requests for
 _UNEVEN = 0.04  # load above the mean that is evened out
@@ -26,7 +28,6 @@ _NEXT_PAGES = 2  # of a request, that a worker should have free
 _SPARE = 0.1  # of the pages of a worker, free on another one
 _LASTING = 6.0  # intervals between decisions for which a gain by moves is counted
 _MOVE_GAIN = 2.0  # seconds gained for each one that moves take
-DRAWS = (Draw(), Draw(1 / 3), Draw(2 / 3))  # of the forecast, that plans are compared on
 LEADS = {
     0.0: "in order of arrival",
     0.5: "longer ones a little earlier",
@@ -77,7 +78,7 @@ class PlannedPolicy:
         place[list(workers)] = np.arange(len(workers))
         here = place[live.worker] >= 0
         rows = self.in_order(np.array(self.book.waiting), self.lead)
-        limit = self.limits(workers, status)
+        limit = self.limits(workers, status) * (1 - self._wariness())
         homes = bind_least_peak(
             live.tokens[here],
             self.book.left(live.rows[here], live.generated[here], reserve=_RESERVE),
@@ -96,6 +97,13 @@ class PlannedPolicy:
         for row, home in zip(rows[bound].tolist(), homes[bound].tolist(), strict=True):
             assignment.setdefault(workers[home], []).append(self.book.requests[row].request_id)
         return assignment
+
+    def _wariness(self) -> float:
+        """Share of the memory that is kept free because forecasts may be wrong, all in one direction. What is bound
+        stays, and forecasts get better while responses end, so that the first ones to be bound are the most at risk."""
+        if isinstance(self.book.lengths, ForcedLengths):
+            return 0.0
+        return _WARY * max(1 - self.book.ended / _LEARNT, 0.0)
 
     def decide(self, queue: Sequence[Request], status: FleetStatus) -> ResizePlan | None:
         self.take(queue, status)
@@ -210,7 +218,7 @@ class PlannedPolicy:
         workers, seconds = len(self.workers(status)), {}
         for lead in LEADS:
             ordered = self.in_order(rows, lead)
-            batches = [self.batch(live, ordered, d, status.page_tokens) for d in DRAWS]
+            batches = [self.batch(live, ordered, d, status.page_tokens) for d in self.book.draws()]
             seconds[lead] = self.scale * float(np.mean([ahead.roll(batch, workers).seconds for batch in batches]))
             if lead == 0 and all(ahead.takes_all(batch, workers) for batch in batches):
                 break
