@@ -14,6 +14,8 @@ from statuses import live, make_status, with_requests
 import flexfloor
 from flexfloor.errors import InputError
 from flexfloor.policy import POLICIES, Policy, make_policy
+from flexfloor.policy.book import Book
+from flexfloor.policy.planned import PlannedPolicy
 from flexfloor.progress import Progress, RequestProgress
 from flexfloor.requests import Prompt, Request, SamplingParams
 from flexfloor.world.costs import PROFILES
@@ -146,6 +148,34 @@ def test_requests_wait_for_their_memory_and_are_bound_when_it_is_free() -> None:
     busy = with_requests(empty, {0: [live("p0#0/0", 1), live("p2#0/0", 1)]})
     assert ours.admit(requests[1:2], busy) == {}
     assert ours.admit(requests[1:2], with_requests(empty, {0: [live("p2#0/0", 1)]})) == {0: ["p1#0/0"]}
+
+
+class Constant:
+    """A forecast that all responses have 39 tokens, which nothing changes."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def finished(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        pass
+
+    def remaining(self, rows: np.ndarray, generated: np.ndarray, level: np.ndarray | float) -> np.ndarray:
+        return np.maximum(39.0 - generated, 1.0)
+
+
+def test_memory_is_kept_free_until_forecasts_have_been_tried() -> None:
+    early, late = requests_of([39] * 200, forced=False), requests_of([39] * 400, forced=False)
+    roomy, tight = (make_status(workers=1, pages=pages, max_batch=10**4, longest=40) for pages in (10**5, 1000))
+
+    def bound(ended: int) -> int:
+        """How many of 200 more requests get into 1000 pages, after so many of the first 200 have ended."""
+        ours = PlannedPolicy(Constant(), PROFILES["h200"])
+        ours.admit(early, roomy)
+        ours.observe(progress_of({r.request_id: [1] * 39 for r in early[:ended]}))
+        return len(ours.admit(late[200:], tight)[0])
+
+    # 1 + 39 tokens and a page of 4 each, of 97% of 4000 tokens; half of all 400 have ended in the first case.
+    assert [bound(ended) for ended in (200, 100, 0)] == [88, 83, 79]
 
 
 def test_a_worker_with_nothing_live_takes_a_request_whatever_it_asks_for() -> None:
@@ -300,3 +330,13 @@ def test_workers_leave_one_after_another_as_they_run_dry() -> None:
     sizes = run(policy("release", "oracle", workers=3), PaperFleet(3, pages=90), requests)
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) == {3, 2, 1}
+
+
+def test_plans_are_compared_on_futures_in_which_the_longest_begins_early_midway_and_late() -> None:
+    book = Book(make_lengths("none"))
+    book.take(requests_of([100] * 7, forced=False))
+    book.bind(range(7))
+    book.take(requests_of([100] * 97, forced=False)[7:])  # those that arrived last are the ones that stand in a queue
+    rows = np.arange(97)
+    longest = [int(book.left(rows, np.zeros(97, dtype=np.int64), draw).argmax()) for draw in book.draws()]
+    assert longest == [7 + 15, 7 + 45, 7 + 75]
