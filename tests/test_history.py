@@ -120,7 +120,9 @@ def test_an_unknown_response_is_the_callers_fault_and_stores_nothing():
         assert history.count()["responses"] == 0
 
 
-def test_a_process_killed_while_it_writes_loses_that_step_only(tmp_path: Path):
+@pytest.mark.parametrize("create", [True, False])
+def test_a_process_killed_while_it_writes_loses_that_step_only(tmp_path: Path, create: bool):
+    """Whether the next one writes or only reads."""
     file = tmp_path / "lengths.db"
     code = """
 class Killed:
@@ -137,8 +139,9 @@ history.observe_lengths(step(100, prompts=3000))
     assert child(code, file).wait(60) == -signal.SIGKILL
     assert Path(f"{file}-journal").exists()
     assert file.stat().st_size > 100_000, "nothing of the step had reached the file; this test shows nothing"
-    with LengthHistory(file) as history:
+    with LengthHistory(file, create=create) as history:
         assert rows_of(history.load()) == rows_of(step(0))
+    with LengthHistory(file) as history:
         assert history.observe_lengths(step(7)) == 1
         assert len(history.load()) == 16
 
@@ -322,26 +325,6 @@ def test_an_empty_file_is_left_alone_until_there_is_something_to_write(tmp_path:
     file.touch()
     assert len(load_history(file) or []) == 0
     assert file.stat().st_size == 0
-
-
-def test_a_reader_takes_back_what_a_crash_left(tmp_path: Path):
-    file = tmp_path / "lengths.db"
-    code = """
-class Killed:
-    def __init__(self, db): self.db = db
-    def execute(self, sql, *values):
-        if sql == "COMMIT": os.kill(os.getpid(), signal.SIGKILL)
-        return self.db.execute(sql, *values)
-    def __getattr__(self, name): return getattr(self.db, name)
-history.observe_lengths(step(0))
-history._db.execute("PRAGMA cache_size = 2")
-history._db = Killed(history._db)
-history.observe_lengths(step(100, prompts=3000))
-"""
-    assert child(code, file).wait(60) == -signal.SIGKILL
-    assert Path(f"{file}-journal").exists()
-    with LengthHistory(file, create=False) as history:
-        assert rows_of(history.load()) == rows_of(step(0))
 
 
 def test_a_response_takes_few_bytes(tmp_path: Path):

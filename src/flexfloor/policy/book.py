@@ -43,6 +43,12 @@ class Draw:
     cut: float = 1.0
 
 
+def tokens_of(status: FleetStatus) -> np.ndarray:
+    """`tokens` of `Live`, which takes the book to know whose they are: this does not."""
+    table = status.live_requests
+    return table.prompt_tokens + table.response_tokens + status.page_tokens / 2
+
+
 class Book:
     """Rows number requests in the order of their arrival.
 
@@ -90,13 +96,18 @@ class Book:
         return True
 
     @property
+    def certain(self) -> bool:
+        """Whether lengths are known, and nothing is left to forecast."""
+        return isinstance(self.lengths, ForcedLengths)
+
+    @property
     def ended(self) -> float:
         """Share of all requests."""
         return float((self.total >= 0).mean()) if len(self.total) else 0.0
 
     def first_forecast(self) -> LengthForecast | None:
         """Of the requests that the last `take` found; None where their lengths are known."""
-        if isinstance(self.lengths, ForcedLengths):
+        if self.certain:
             return None
         rows = np.arange(self._taken, len(self.requests))
         none = np.zeros(len(rows), dtype=np.int64)
@@ -121,9 +132,8 @@ class Book:
     def live(self, status: FleetStatus) -> Live:
         table = status.live_requests
         rows = np.fromiter(map(self._rows.__getitem__, table.ids), dtype=np.int64, count=len(table.ids))
-        tokens = table.prompt_tokens + table.response_tokens + status.page_tokens / 2
         own = table.kv_pages - table.shared_pages
-        return Live(rows, table.worker, table.response_tokens, tokens, own, table.decoding)
+        return Live(rows, table.worker, table.response_tokens, tokens_of(status), own, table.decoding)
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
         """Mean length of responses that have not begun, by the forecast: float64 [n]."""

@@ -11,10 +11,10 @@ import numpy as np
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, peaks_of
 from flexfloor.policy.book import Draw, Live
-from flexfloor.policy.planned import LEADS, PlannedPolicy, best_lead
+from flexfloor.policy.planned import LEADS, PlannedPolicy, best_lead, places
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile
-from flexfloor.world.lengths.base import ForcedLengths, Lengths
+from flexfloor.world.lengths.base import Lengths
 from flexfloor.world.lookahead import PRICES, Batch, busiest
 from flexfloor.world.resize import ResizePlan, plan_shrink
 from flexfloor.world.status import FleetStatus
@@ -99,7 +99,6 @@ class FlexFloorPolicy(PlannedPolicy):
     ) -> None:
         super().__init__(lengths, profile, "flexfloor", time_scale)
         self.max_slowdown, self._min_workers = max_slowdown, min_workers
-        self._certain = isinstance(lengths, ForcedLengths)
         self._lead_of_all = 0.0
         self._start = 0.0
         self._origin: tuple[float, np.ndarray, np.ndarray] | None = None  # clock, generated and rows at that time
@@ -152,7 +151,7 @@ class FlexFloorPolicy(PlannedPolicy):
             self._begin(status)  # nothing is lost so far, whatever look-ahead has said
         live, waiting = self.book.live(status), np.array(self.book.waiting, dtype=np.int64)
         leads = tuple(LEADS) if status.iteration == 0 and len(waiting) else (self.lead,)
-        expected = _Case(self, status, live, waiting, self.book.draws()[:1] if self._certain else self.book.draws())
+        expected = _Case(self, status, live, waiting, self.book.draws()[:1] if self.book.certain else self.book.draws())
 
         @cache  # only asked of what is better than to stay
         def sooner() -> _Case:
@@ -177,7 +176,7 @@ class FlexFloorPolicy(PlannedPolicy):
                     break
                 if best is not None and option.occupied_s >= best.occupied_s:
                     continue
-                if self._certain or sooner().keeps(sooner().option(workers, lead, price)):
+                if self.book.certain or sooner().keeps(sooner().option(workers, lead, price)):
                     best = option
         return None if best is None or best.workers == active else self._plan(best, expected.stay, status)
 
@@ -254,9 +253,7 @@ class FlexFloorPolicy(PlannedPolicy):
         forecast peaks do not fit."""
         live = self.book.live(status)
         left = self.book.left(live.rows, live.generated)
-        place = np.full(len(status.workers), -1)
-        place[list(members)] = np.arange(len(members))
-        here, slots = place[live.worker], -(-status.placement.worker.size // len(members))
+        here, slots = places(members, status)[live.worker], -(-status.placement.worker.size // len(members))
         limit = np.array(
             [status.pages_beside(w, max(slots, status.workers[w].slots)) * status.page_tokens for w in members], float
         )

@@ -8,11 +8,11 @@ import numpy as np
 
 from flexfloor.errors import PlanRefusedError
 from flexfloor.policy.binding import bind_least_peak, even_out
-from flexfloor.policy.book import Book, Draw, Live
+from flexfloor.policy.book import Book, Draw, Live, tokens_of
 from flexfloor.progress import Decision, LengthForecast, Progress
 from flexfloor.requests import Request
 from flexfloor.world.costs import DeviceProfile, IterationCost
-from flexfloor.world.lengths.base import ForcedLengths, Lengths
+from flexfloor.world.lengths.base import Lengths
 from flexfloor.world.lookahead import Batch, LookAhead
 from flexfloor.world.resize import ResizePlan, plan_moves
 from flexfloor.world.status import FleetStatus
@@ -42,6 +42,13 @@ _LOOKS = 0.02  # of the iterations so far and to come, between two decisions
 def best_lead(seconds: Mapping[float, float]) -> float:
     """seconds: by lead, those of a rollout. Another order than that of arrival must gain something."""
     return min(seconds, key=lambda lead: seconds[lead] * (1 - _ORDER_GAIN * (lead == 0)))
+
+
+def places(members: Sequence[int], status: FleetStatus) -> np.ndarray:
+    """Place of each worker of the fleet in `members`, -1 of others: int64 [workers]."""
+    place = np.full(len(status.workers), -1)
+    place[list(members)] = np.arange(len(members))
+    return place
 
 
 class PlannedPolicy:
@@ -74,8 +81,7 @@ class PlannedPolicy:
         if not self.book.waiting:
             return {}
         workers, live = self.workers(status), self.book.live(status)
-        place = np.full(len(status.workers), -1)
-        place[list(workers)] = np.arange(len(workers))
+        place = places(workers, status)
         here = place[live.worker] >= 0
         rows = self.in_order(np.array(self.book.waiting), self.lead)
         limit = self.limits(workers, status) * (1 - self._wariness())
@@ -101,7 +107,7 @@ class PlannedPolicy:
     def _wariness(self) -> float:
         """Share of the memory that is kept free because forecasts may be wrong, all in one direction. What is bound
         stays, and forecasts get better while responses end, so that the first ones to be bound are the most at risk."""
-        if isinstance(self.book.lengths, ForcedLengths):
+        if self.book.certain:
             return 0.0
         return _WARY * max(1 - self.book.ended / _LEARNT, 0.0)
 
@@ -143,9 +149,8 @@ class PlannedPolicy:
         if not status.live or status.iteration_s <= 0:
             return
         table, workers = status.live_requests, len(status.active)
-        place = np.full(len(status.workers), -1)
-        place[list(status.active)] = np.arange(workers)
-        ratio = status.iteration_s / self._iteration_s(self.book.live(status), place[table.worker], workers, status)
+        here = places(status.active, status)[table.worker]
+        ratio = status.iteration_s / self._iteration_s(tokens_of(status), here, workers, status)
         if self._still == len(self.book.waiting) and table.decoding.all():
             self.scale += (ratio - self.scale) * (_SETTLE if self._settled else 1.0)
             self._settled = True
@@ -242,15 +247,13 @@ class PlannedPolicy:
         if len(workers) < 2:
             return None
         live = self.book.live(status)
-        place = np.full(len(status.workers), -1)
-        place[list(workers)] = np.arange(len(workers))
-        here, limit = place[live.worker], self.limits(workers, status)
+        here, limit = places(workers, status)[live.worker], self.limits(workers, status)
         left = self.book.left(live.rows, live.generated)
         homes = even_out(live.tokens, left, here, live.decoding, limit, status.max_batch, _UNEVEN)
         moving = np.nonzero(homes != here)[0]
         if not len(moving):
             return None
-        before, after = (self.scale * self._iteration_s(live, h, len(workers), status) for h in (here, homes))
+        before, after = (self.scale * self._iteration_s(live.tokens, h, len(workers), status) for h in (here, homes))
         # Evenness lasts until others end, not for as long as what is live.
         lasting = min(float(np.median(left)), _LASTING * max(self._next - status.iteration, 1))
         gain = (before - after) * lasting if not full else np.inf
@@ -270,7 +273,7 @@ class PlannedPolicy:
         self.paused_s += stall
         return moves
 
-    def _iteration_s(self, live: Live, place: np.ndarray, workers: int, status: FleetStatus) -> float:
+    def _iteration_s(self, tokens: np.ndarray, place: np.ndarray, workers: int, status: FleetStatus) -> float:
         batch = np.bincount(place, minlength=workers)
-        kv = np.bincount(place, live.tokens, minlength=workers)
+        kv = np.bincount(place, tokens, minlength=workers)
         return float(self.cost(status).seconds(workers, batch.max(), batch.sum(), kv.max()))
